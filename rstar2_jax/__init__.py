@@ -1,0 +1,1 @@
+"""rstar2_jax: GRPO with Resample-on-Correct for agentic maths reasoning, in JAX."""

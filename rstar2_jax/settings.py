@@ -1,0 +1,323 @@
+"""Frozen settings: what a run in gin/ may say. Checked at birth, hashable, so that they are static jit arguments.
+
+Units stand in the names. A setting exists when two runs in gin/ differ in it; all else is a constant beside its use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Family = Literal["llama", "qwen2", "qwen3"]
+
+
+def _check(ok: bool, owner: object, field: str, rule: str) -> None:
+    if not ok:
+        raise ValueError(f"{type(owner).__name__}.{field} = {getattr(owner, field)!r}: {rule}")
+
+
+def _positive(owner: object, *fields: str) -> None:
+    for field in fields:
+        _check(getattr(owner, field) > 0, owner, field, "must be above 0")
+
+
+def _one_of(owner: object, field: str, choices: tuple[str, ...]) -> None:
+    _check(getattr(owner, field) in choices, owner, field, f"must be one of {', '.join(choices)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Where a run lives, how long it is and where its first weights come from.
+
+    Args:
+        workdir: folder for everything the run writes; a run found there is continued.
+        seed: root of all randomness.
+        steps: optimizer steps (RL) or SFT steps of the whole run.
+        init_from: folder of a finished run or of a Hugging Face checkpoint; empty starts from random weights.
+        keep_optimizer: take over the optimizer moments of `init_from` as well (the paper resets them for stage 3).
+        save_every_steps: checkpoint interval; the last step is always saved.
+        keep_checkpoints: newest checkpoints kept.
+    """
+
+    workdir: str
+    seed: int = 0
+    steps: int
+    init_from: str = ""
+    keep_optimizer: bool = False
+    save_every_steps: int = 10
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        _check(bool(self.workdir), self, "workdir", "must name a folder")
+        _positive(self, "save_every_steps", "keep_checkpoints")
+        _check(self.steps >= 0, self, "steps", "must be 0 or more")
+        _check(0 <= self.seed < 2**31, self, "seed", "must be in [0, 2**31)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """Sizes of a decoder. Qwen2 has biases on q, k, v; Qwen3 has an RMS norm on q and k; Llama has neither.
+
+    Args:
+        compute_dtype: dtype of activations and matmuls; parameters are float32 masters.
+    """
+
+    family: Family
+    vocab_size: int
+    d_model: int
+    d_mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rms_eps: float = 1e-6
+    tie_embeddings: bool = True
+    max_positions: int
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        _one_of(self, "family", ("llama", "qwen2", "qwen3"))
+        _one_of(self, "compute_dtype", ("float32", "bfloat16"))
+        _positive(self, "vocab_size", "d_model", "d_mlp", "layers", "heads", "kv_heads", "head_dim", "max_positions")
+        _positive(self, "rope_theta", "rms_eps")
+        _check(self.heads % self.kv_heads == 0, self, "heads", f"must be a multiple of kv_heads = {self.kv_heads}")
+        _check(self.head_dim % 2 == 0, self, "head_dim", "must be even (rotary halves)")
+
+    @property
+    def qkv_bias(self) -> bool:
+        """True when q, k and v projections carry a bias."""
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """True when q and k are RMS-normalised per head."""
+        return self.family == "qwen3"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """The problems and how the model sees them.
+
+    Args:
+        source: where problems come from: `box`, `gsm8k`, `gsm_symbolic`, `aime24`, `aime25`, `jsonl` or `hub:<name>`.
+        path: file or folder of that source where it needs one; empty otherwise.
+        difficulty: stage of a generated source (1, 2 or 3); ignored by fixed data sets.
+        families: names of generated families; empty means all that the source trains on.
+        tokenizer: `box` for the built-in one, or a folder that holds tokenizer.json.
+        template: `rstar2`, `box`, or a path to a jinja file or to a folder that ships one.
+        tool_name: name under which the Python tool is offered.
+    """
+
+    source: str
+    path: str = ""
+    difficulty: int = 1
+    families: tuple[str, ...] = ()
+    tokenizer: str
+    template: str = "rstar2"
+    tool_name: str = "execute_python_code_with_standard_io"
+
+    def __post_init__(self) -> None:
+        _check(bool(self.source), self, "source", "must name a source of problems")
+        _check(bool(self.tokenizer), self, "tokenizer", "must be 'box' or a folder with tokenizer.json")
+        _check(self.difficulty in (1, 2, 3), self, "difficulty", "must be 1, 2 or 3")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """How trajectories are generated.
+
+    Args:
+        prompts_per_step: live groups that one step trains on.
+        group_size: G, rollouts kept for each prompt.
+        oversample: rollouts generated for each prompt (the paper's 2G); equal to group_size switches RoC off.
+        max_response_tokens: budget of one episode after its prompt, tool replies included.
+        max_reply_tokens: budget of one tool reply; head and tail are kept.
+        engine_slots: rows of the decode batch; one shape for the whole run (batch invariance).
+        prefill_chunk_tokens: columns of the prefill batch; one shape for the whole run.
+        deadline_s: limit on any single wait of an episode (engine turn, tool call, grading).
+    """
+
+    prompts_per_step: int
+    group_size: int
+    oversample: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_prompt_tokens: int
+    max_response_tokens: int
+    max_turns: int
+    max_calls_per_turn: int = 4
+    max_reply_tokens: int = 512
+    engine_slots: int = 16
+    prefill_chunk_tokens: int = 32
+    deadline_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        _positive(self, "prompts_per_step", "group_size", "max_prompt_tokens", "max_response_tokens", "max_turns")
+        _positive(self, "max_calls_per_turn", "max_reply_tokens", "engine_slots", "prefill_chunk_tokens", "deadline_s")
+        _check(self.oversample >= self.group_size, self, "oversample", f"must be >= group_size = {self.group_size}")
+        _check(self.temperature > 0, self, "temperature", "must be above 0 (1.0 is the policy itself)")
+        _check(0 < self.top_p <= 1, self, "top_p", "must be in (0, 1]")
+        _check(self.top_k == -1 or self.top_k > 0, self, "top_k", "must be above 0, or -1 for off")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Roc:
+    """Resample-on-Correct: which G of the oversampled rollouts are trained on.
+
+    Args:
+        positives: `inverse` (weight 1 / (p_total + p_floor), the paper), `greedy` (lowest penalty first, as released)
+            or `uniform` (penalty-blind control).
+        min_class: rows kept of a class that is present.
+        p_floor: added to the penalty before it is inverted.
+        reject_equal: drop groups whose rewards are all equal.
+        max_refills: further rounds of prompts sampled to fill the step with live groups.
+        max_unscored: share of unscored rollouts above which the step is abandoned with the weights unchanged.
+    """
+
+    positives: Literal["inverse", "greedy", "uniform"] = "inverse"
+    min_class: int = 1
+    p_floor: float = 0.1
+    reject_equal: bool = True
+    max_refills: int = 0
+    max_unscored: float = 0.1
+
+    def __post_init__(self) -> None:
+        _one_of(self, "positives", ("inverse", "greedy", "uniform"))
+        _check(self.min_class >= 0, self, "min_class", "must be 0 or more")
+        _positive(self, "p_floor")
+        _check(self.max_refills >= 0, self, "max_refills", "must be 0 or more")
+        _check(0 <= self.max_unscored <= 1, self, "max_unscored", "must be in [0, 1]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """The GRPO loss and the advantages under it; defaults are the paper's.
+
+    Args:
+        aggregation: `token_mean` (sum over all trained tokens of the global batch) or `seq_mean` (GRPO Eq. 1).
+        dual_clip: upper bound on -ratio * A for negative advantages; 0 is off.
+        high_entropy_share: train only on this share of tokens of highest entropy; 1 is off.
+        correction: rollout/trainer mismatch: `off`, `token` (truncated importance sampling) or `sequence` (masking).
+        correction_cap: cap of the token weights, or bound on the sequence's ratio.
+        ddof, advantage_eps: of the standard deviation in the advantages.
+    """
+
+    eps_low: float = 0.2
+    eps_high: float = 0.28
+    aggregation: Literal["token_mean", "seq_mean"] = "token_mean"
+    dual_clip: float = 0.0
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    high_entropy_share: float = 1.0
+    correction: Literal["off", "token", "sequence"] = "off"
+    correction_cap: float = 2.0
+    ddof: int = 0
+    advantage_eps: float = 0.0
+
+    def __post_init__(self) -> None:
+        _one_of(self, "aggregation", ("token_mean", "seq_mean"))
+        _one_of(self, "correction", ("off", "token", "sequence"))
+        _check(0 <= self.eps_low < 1, self, "eps_low", "must be in [0, 1)")
+        _check(self.eps_high >= 0, self, "eps_high", "must be 0 or more")
+        _check(self.dual_clip == 0 or self.dual_clip > 1, self, "dual_clip", "must be above 1, or 0 for off")
+        _check(0 < self.high_entropy_share <= 1, self, "high_entropy_share", "must be in (0, 1]")
+        _check(self.correction_cap >= 1, self, "correction_cap", "must be 1 or more")
+        _check(self.ddof in (0, 1), self, "ddof", "must be 0 or 1")
+        _check(self.advantage_eps >= 0, self, "advantage_eps", "must be 0 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Optimizer:
+    """AdamW with warm-up. The rate is a pure function of the stage's own step (see algo/optimizer.py)."""
+
+    lr: float
+    warmup_steps: int = 20
+    schedule: Literal["constant", "cosine"] = "constant"
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    b1: float = 0.9
+    b2: float = 0.999
+
+    def __post_init__(self) -> None:
+        _one_of(self, "schedule", ("constant", "cosine"))
+        _check(self.lr >= 0, self, "lr", "must be 0 or more")
+        _check(self.warmup_steps >= 0, self, "warmup_steps", "must be 0 or more")
+        _check(self.weight_decay >= 0, self, "weight_decay", "must be 0 or more")
+        _positive(self, "max_grad_norm")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Learner:
+    """How one rollout batch becomes an update, and over which mesh.
+
+    Args:
+        microbatch_rows: rows of one forward and backward; changes memory, never the result.
+        row_tokens: length of a packed row; at least the longest episode.
+        minibatches: optimizer steps for each rollout batch (1 keeps every ratio at 1).
+        mesh: devices along (data, fsdp, tensor).
+        remat: recompute each layer in the backward pass.
+    """
+
+    optimizer: Optimizer
+    loss: Loss = Loss()
+    microbatch_rows: int = 8
+    row_tokens: int
+    minibatches: int = 1
+    mesh: tuple[int, int, int] = (1, 1, 1)
+    remat: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(self, "microbatch_rows", "row_tokens", "minibatches")
+        _check(len(self.mesh) == 3 and all(n > 0 for n in self.mesh), self, "mesh", "must be three counts above 0")
+        rows, shards = self.microbatch_rows, self.mesh[0] * self.mesh[1]
+        _check(rows % shards == 0, self, "microbatch_rows", f"must be a multiple of data * fsdp = {shards}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sandbox:
+    """The tool cluster as the trainer sees it.
+
+    Args:
+        redis_url: address of the cluster's Redis; empty starts a private one with one worker node on this machine.
+        slots: executions at once on the private node.
+        run_limit_s: wall limit of one call, counted from the moment it starts to run.
+        queue_limit_s: limit on the wait before it starts.
+        memory_bytes: memory limit of one call.
+        output_bytes: output kept of one call.
+    """
+
+    redis_url: str = ""
+    slots: int = 2
+    run_limit_s: float = 5.0
+    queue_limit_s: float = 120.0
+    memory_bytes: int = 512 * 2**20
+    output_bytes: int = 64 * 2**10
+
+    def __post_init__(self) -> None:
+        _positive(self, "slots", "run_limit_s", "queue_limit_s", "memory_bytes", "output_bytes")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Demonstrations:
+    """The mix of non-reasoning SFT demonstrations (shares of all demonstrations, in [0, 1]).
+
+    Args:
+        count: demonstrations made or read.
+        tool_share: share answered with the tool; the rest answer directly.
+        failing_share: share of the tool demonstrations whose first call fails and is corrected.
+        doubled_answer_share: share with a second answer block (so that p_format has something to see).
+        batch_size: demonstrations of one SFT step.
+    """
+
+    count: int
+    tool_share: float = 0.5
+    failing_share: float = 0.5
+    doubled_answer_share: float = 0.0
+    batch_size: int = 32
+
+    def __post_init__(self) -> None:
+        _positive(self, "count", "batch_size")
+        for field in ("tool_share", "failing_share", "doubled_answer_share"):
+            _check(0 <= getattr(self, field) <= 1, self, field, "must be in [0, 1]")
