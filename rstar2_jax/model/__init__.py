@@ -1,0 +1,1 @@
+"""The model room: one decoder for Llama, Qwen2 and Qwen3, its shardings and its Hugging Face names. Pure."""

@@ -1,0 +1,246 @@
+"""One Flax decoder for Llama, Qwen2 and Qwen3: whole rows for the learner, chunks over a cache for the engine.
+
+Parameters are float32 masters in a plain nested dict with unrolled layers; kernels are [in, out]:
+    embed/embedding [V, D]; layers_i/{attn_norm, mlp_norm}/scale [D]; layers_i/attn/{q, k, v, o}/kernel (+ bias);
+    layers_i/attn/{q_norm, k_norm}/scale [Dh]; layers_i/mlp/{gate, up, down}/kernel; norm/scale [D];
+    head/kernel [D, V] where the head is not tied.
+
+Layers are unrolled so that the cache is one buffer a layer and each can be donated: a cache that travels through a
+scan is copied at every step.
+
+Deliberately not here: rope scaling, sliding windows, mixtures of experts, dropout. Checkpoints that need them are
+refused in hf.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from rstar2_jax.model import ops
+from rstar2_jax.settings import Model
+
+Params = dict[str, Any]
+Cache = tuple[tuple[jax.Array, jax.Array], ...]
+
+_KERNEL_INIT = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+_EMBED_INIT = nn.initializers.normal(0.02)
+
+
+class Linear(nn.Module):
+    """Projection to `features` along the last axis, with a bias on demand."""
+
+    features: int
+    bias: bool = False
+    scale: float = 1.0  # variance of the initial kernel relative to 1 / fan_in
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+        """x @ kernel (+ bias) in the dtype of x."""
+        init = nn.initializers.variance_scaling(self.scale, "fan_in", "truncated_normal")
+        y = ops.linear(x, self.param("kernel", init, (x.shape[-1], self.features), jnp.float32))
+        if self.bias:
+            y = y + self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32).astype(x.dtype)
+        return y
+
+
+class RmsNorm(nn.Module):
+    """RMS norm with a learned scale."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        """See ops.rms_norm."""
+        return ops.rms_norm(x, self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32), self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    settings: Model
+
+    def setup(self) -> None:
+        """Declare the projections (and the norms of q and k where the family has them)."""
+        s = self.settings
+        self.q = Linear(s.heads * s.head_dim, bias=s.qkv_bias)
+        self.k = Linear(s.kv_heads * s.head_dim, bias=s.qkv_bias)
+        self.v = Linear(s.kv_heads * s.head_dim, bias=s.qkv_bias)
+        self.o = Linear(s.d_model, scale=1 / (2 * s.layers))
+        if s.qk_norm:
+            self.q_norm, self.k_norm = RmsNorm(s.rms_eps), RmsNorm(s.rms_eps)
+
+    def _project(self, x, angles):
+        s = self.settings
+        q = self.q(x).reshape(*x.shape[:2], s.heads, s.head_dim)
+        k = self.k(x).reshape(*x.shape[:2], s.kv_heads, s.head_dim)
+        v = self.v(x).reshape(*x.shape[:2], s.kv_heads, s.head_dim)
+        if s.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return ops.rotate(q, *angles), ops.rotate(k, *angles), v
+
+    def __call__(self, x: Float[Array, "b t d"], angles: Any, segment_ids: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+        """Causal attention within segments."""
+        q, k, v = self._project(x, angles)
+        return self.o(ops.causal_attention(q, k, v, segment_ids).reshape(*x.shape[:2], -1))
+
+    def extend(self, x: Float[Array, "b c d"], angles: Any, positions: Int[Array, "b c"], cache: Any) -> Any:
+        """(output, cache) after the chunk's keys and values are written at their positions."""
+        q, k, v = self._project(x, angles)
+        keys = ops.write_cache(cache[0], k, positions)
+        values = ops.write_cache(cache[1], v, positions)
+        out = ops.cached_attention(q, keys.astype(q.dtype), values.astype(q.dtype), positions)
+        return self.o(out.reshape(*x.shape[:2], -1)), (keys, values)
+
+
+class Mlp(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    settings: Model
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        """The gated feed-forward block."""
+        s = self.settings
+        hidden = ops.silu_mul(Linear(s.d_mlp, name="gate")(x), Linear(s.d_mlp, name="up")(x))
+        return Linear(s.d_model, scale=1 / (2 * s.layers), name="down")(hidden)
+
+
+class Layer(nn.Module):
+    """One pre-norm block."""
+
+    settings: Model
+
+    def setup(self) -> None:
+        """Declare the two halves and their norms."""
+        self.attn_norm, self.attn = RmsNorm(self.settings.rms_eps), Attention(self.settings)
+        self.mlp_norm, self.mlp = RmsNorm(self.settings.rms_eps), Mlp(self.settings)
+
+    def __call__(self, x: Float[Array, "b t d"], angles: Any, segment_ids: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+        """The block over whole rows."""
+        x = x + self.attn(self.attn_norm(x), angles, segment_ids)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def extend(self, x: Float[Array, "b c d"], angles: Any, positions: Int[Array, "b c"], cache: Any) -> Any:
+        """The block over a chunk: (output, cache)."""
+        attended, cache = self.attn.extend(self.attn_norm(x), angles, positions, cache)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class Decoder(nn.Module):
+    """Hidden states and logits of a causal language model.
+
+    Args:
+        settings: sizes and family.
+        remat: recompute each layer in the backward pass of __call__ (a third of the memory, some percent slower).
+    """
+
+    settings: Model
+    remat: bool = False
+
+    def setup(self) -> None:
+        """Declare embedding, layers, final norm and (untied) head."""
+        s = self.settings
+        self.embed = nn.Embed(s.vocab_size, s.d_model, embedding_init=_EMBED_INIT, param_dtype=jnp.float32)
+        layer = nn.remat(Layer) if self.remat else Layer
+        self.layers = [layer(s) for _ in range(s.layers)]
+        self.norm = RmsNorm(s.rms_eps)
+        if not s.tie_embeddings:
+            self.head = _Head(s.vocab_size)
+
+    def __call__(
+        self, tokens: Int[Array, "b t"], positions: Int[Array, "b t"], segment_ids: Int[Array, "b t"]
+    ) -> Float[Array, "b t d"]:
+        """Hidden states after the final norm.
+
+        Args:
+            tokens: ids in [0, vocab_size).
+            positions: rotary position of each token, counted from 0 within its segment.
+            segment_ids: tokens attend causally to tokens with the same id in their row; 0 is padding, and what comes
+                out there is finite and without meaning.
+        """
+        s = self.settings
+        x = self.embed(tokens).astype(s.compute_dtype)
+        angles = ops.rotary_angles(positions, s.head_dim, s.rope_theta)
+        for layer in self.layers:
+            x = layer(x, angles, segment_ids)
+        return self.norm(x)
+
+    def extend(
+        self, tokens: Int[Array, "b c"], positions: Int[Array, "b c"], cache: Cache
+    ) -> tuple[Float[Array, "b c d"], Cache]:
+        """(hidden states after the final norm, cache) of a chunk that continues what the cache holds.
+
+        Args:
+            tokens: ids of the chunk; one column for decoding, more for prefilling.
+            positions: index of each token in its sequence, which is also its cache entry; entries 0..position must
+                have been written by this or earlier chunks. Negative is a padding column: nothing is written for it
+                and its output has no meaning.
+            cache: as init_cache makes it; donate it, since the returned one takes its place.
+        """
+        s = self.settings
+        x = self.embed(tokens).astype(s.compute_dtype)
+        angles = ops.rotary_angles(jnp.maximum(positions, 0), s.head_dim, s.rope_theta)
+        extended = []
+        for layer, entry in zip(self.layers, cache, strict=True):
+            x, entry = layer.extend(x, angles, positions, entry)
+            extended.append(entry)
+        return self.norm(x), tuple(extended)
+
+    def logits(self, hidden: Float[Array, "... d"]) -> Float[Array, "... v"]:
+        """float32 logits of hidden states; a tied head is the embedding transposed."""
+        if not self.settings.tie_embeddings:
+            return self.head(hidden)
+        table = self.embed.embedding.astype(hidden.dtype)
+        contract = (((hidden.ndim - 1,), (1,)), ((), ()))
+        return jax.lax.dot_general(hidden, table, contract, preferred_element_type=jnp.float32)
+
+
+class _Head(nn.Module):
+    """Untied projection to the vocabulary, with float32 output."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", _KERNEL_INIT, (x.shape[-1], self.features), jnp.float32).astype(x.dtype)
+        contract = (((x.ndim - 1,), (0,)), ((), ()))
+        return jax.lax.dot_general(x, kernel, contract, preferred_element_type=jnp.float32)
+
+
+def _init(settings: Model, key: jax.Array) -> Params:
+    one = jnp.zeros((1, 1), jnp.int32)
+    variables = Decoder(settings).init(key, one, one, one + 1, method=lambda m, t, p, s: m.logits(m(t, p, s)))
+    return variables["params"]
+
+
+def init_params(settings: Model, key: jax.Array) -> Params:
+    """Random float32 parameters: kernels normal with variance 1 / fan_in (the two projections back into the residual
+    stream 1 / (2 layers) of that), embedding normal with deviation 0.02, norms one, biases zero.
+
+    Args:
+        key: PRNG key; the same key gives the same parameters.
+    """
+    return jax.jit(_init, static_argnums=0)(settings, key)
+
+
+def abstract_params(settings: Model) -> Params:
+    """The tree of init_params with shapes and dtypes only."""
+    return jax.eval_shape(lambda key: _init(settings, key), jax.random.key(0))
+
+
+def init_cache(settings: Model, batch: int, length: int, dtype: Any = jnp.float32) -> Cache:
+    """An empty cache: for each layer (keys, values), both [batch, length, kv_heads, head_dim].
+
+    Args:
+        batch: rows of every later call.
+        length: longest sequence in tokens.
+        dtype: dtype that keys and values are kept in.
+    """
+    shape = (batch, length, settings.kv_heads, settings.head_dim)
+    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(settings.layers))

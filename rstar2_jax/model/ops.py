@@ -1,0 +1,158 @@
+"""The numerical pieces of the decoder: projections, gated activation, RMS norm, rotary positions, attention.
+
+Every function is pure and takes its weights. Two of them carry a hand-written backward pass, since XLA's CPU backend
+turns the transpose rule of a matmul into a doubly transposed dot that runs at less than half of the plain dot's rate.
+Other platforms keep the plain dots.
+
+Deliberately not here: parameters (decoder.py) and fused or blockwise attention kernels.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+MASKED = -1e30  # finite, so that a row whose keys are all masked is uniform and never NaN
+QUERY_BLOCK_TOKENS = 256  # blocks of queries see only the keys before their end: half of the square is never computed
+MAX_QUERY_BLOCKS = 8  # bounds the size of the compiled program at long T
+
+
+@jax.custom_vjp
+def linear(x: Float[Array, "... i"], w: Float[Array, "i o"]) -> Float[Array, "... o"]:
+    """x @ w in the dtype of x; the gradient of w is accumulated in float32.
+
+    Args:
+        x: activations in the compute dtype.
+        w: float32 master kernel, [in, out].
+    """
+    return x @ w.astype(x.dtype)
+
+
+def _linear_fwd(x, w):
+    return linear(x, w), (x, w)
+
+
+def _linear_bwd(residuals, dy):
+    x, w = residuals
+    dx = jax.lax.dot_general(dy, w.astype(dy.dtype), (((dy.ndim - 1,), (1,)), ((), ())))
+    x2, dy2 = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    dw = jax.lax.platform_dependent(x2, dy2, cpu=_weight_gradient_cpu, default=_weight_gradient)
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+def _weight_gradient(x, dy):
+    return jax.lax.dot_general(x, dy, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _weight_gradient_cpu(x, dy):
+    """The same product with the narrower operand transposed by itself, which leaves XLA one plain dot."""
+    if x.shape[1] <= dy.shape[1]:
+        xt = jax.lax.optimization_barrier(x.T)
+        return jax.lax.dot_general(xt, dy, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    dyt = jax.lax.optimization_barrier(dy.T)
+    return jax.lax.dot_general(dyt, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32).T
+
+
+linear.defvjp(_linear_fwd, _linear_bwd)
+
+
+@jax.custom_vjp
+def silu_mul(gate: Float[Array, "... f"], up: Float[Array, "... f"]) -> Float[Array, "... f"]:
+    """gate * sigmoid(gate) * up, keeping only its two inputs for the backward pass."""
+    return gate * jax.nn.sigmoid(gate) * up
+
+
+def _silu_mul_fwd(gate, up):
+    return silu_mul(gate, up), (gate, up)
+
+
+def _silu_mul_bwd(residuals, dy):
+    gate, up = residuals
+    sigmoid = jax.nn.sigmoid(gate)
+    silu = gate * sigmoid
+    return dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu
+
+
+silu_mul.defvjp(_silu_mul_fwd, _silu_mul_bwd)
+
+
+def rms_norm(x: Float[Array, "... d"], scale: Float[Array, " d"], eps: float) -> Float[Array, "... d"]:
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis, computed in float32, given back in the dtype of x."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (normed * scale).astype(x.dtype)
+
+
+def rotary_angles(
+    positions: Int[Array, "b t"], head_dim: int, theta: float
+) -> tuple[Float[Array, "b t h"], Float[Array, "b t h"]]:
+    """(cos, sin) of position * theta^(-2i / head_dim) for i < head_dim / 2, in float32."""
+    inverse = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = positions.astype(jnp.float32)[..., None] * inverse
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Float[Array, "b t n d"], cos: Float[Array, "b t h"], sin: Float[Array, "b t h"]) -> Array:
+    """x with its halves (x1, x2) rotated to (x1 cos - x2 sin, x2 cos + x1 sin), the convention of Hugging Face."""
+    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+
+
+def attend(
+    q: Float[Array, "b k g t d"], k: Float[Array, "b k s d"], v: Float[Array, "b k s d"], allowed: Bool[Array, "b t s"]
+) -> Float[Array, "b k g t d"]:
+    """softmax(q k^T / sqrt(d), over allowed keys) v; scores and softmax in float32; g query heads share a kv head."""
+    b, kv, g, t, d = q.shape
+    # The heads of a group join the query axis: one batched matmul with more rows instead of a broadcast of the keys.
+    scores = jnp.einsum("bktd,bksd->bkts", q.reshape(b, kv, g * t, d), k, preferred_element_type=jnp.float32)
+    scores = scores.reshape(b, kv, g, t, -1) * (d**-0.5)
+    weights = jax.nn.softmax(jnp.where(allowed[:, None, None], scores, MASKED), axis=-1)
+    weights = weights.astype(v.dtype).reshape(b, kv, g * t, -1)
+    return jnp.einsum("bkts,bksd->bktd", weights, v).reshape(b, kv, g, t, d)
+
+
+def causal_attention(
+    q: Float[Array, "b t h d"], k: Float[Array, "b t k d"], v: Float[Array, "b t k d"], segment_ids: Int[Array, "b t"]
+) -> Float[Array, "b t h d"]:
+    """Attention of each query to the keys of its own segment at or before it, in static blocks of queries.
+
+    A padding query (segment 0) sees padding only, itself at least: no real query sees padding, and every row is finite.
+    """
+    b, t, h, d = q.shape
+    kv = k.shape[2]
+    qh = q.reshape(b, t, kv, h // kv, d).transpose(0, 2, 3, 1, 4)
+    kh, vh = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    block = max(QUERY_BLOCK_TOKENS, -(-t // MAX_QUERY_BLOCKS))
+    outs = []
+    for lo in range(0, t, block):
+        hi = min(lo + block, t)
+        causal = jnp.arange(lo, hi)[:, None] >= jnp.arange(hi)[None, :]
+        same = segment_ids[:, lo:hi, None] == segment_ids[:, None, :hi]
+        outs.append(attend(qh[:, :, :, lo:hi], kh[:, :, :hi], vh[:, :, :hi], causal & same))
+    out = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=3)
+    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, h, d)
+
+
+def cached_attention(
+    q: Float[Array, "b c h d"], k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], positions: Int[Array, "b c"]
+) -> Float[Array, "b c h d"]:
+    """Attention of each query to the cache entries at or before its position; a padding column looks at entry 0."""
+    b, c, h, d = q.shape
+    kv = k.shape[2]
+    qh = q.reshape(b, c, kv, h // kv, d).transpose(0, 2, 3, 1, 4)
+    allowed = jnp.arange(k.shape[1])[None, None, :] <= jnp.maximum(positions, 0)[:, :, None]
+    out = attend(qh, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), allowed)
+    return out.transpose(0, 3, 1, 2, 4).reshape(b, c, h, d)
+
+
+def write_cache(
+    cache: Float[Array, "b s k d"], new: Float[Array, "b c k d"], positions: Int[Array, "b c"]
+) -> Float[Array, "b s k d"]:
+    """The cache with new[b, c] at entry positions[b, c]; a negative or too large position writes nothing."""
+    length = cache.shape[1]
+    # A negative index would wrap around to the end of the cache: padding is sent out of range and dropped there.
+    entries = jnp.where(positions < 0, length, positions)
+    rows = jnp.arange(cache.shape[0])[:, None]
+    return cache.at[rows, entries].set(new.astype(cache.dtype), mode="drop")
