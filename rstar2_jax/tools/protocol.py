@@ -1,0 +1,77 @@
+"""The contract of a tool and the registry that finds one by name.
+
+A tool answers every call with a ToolResult; what the model did wrong is a status, never an exception. An exception out of
+`run` is a fault of ours, which the agent loop turns into status `infra`.
+
+Deliberately not here: the wording and the token budget of replies (data/chat), and limits on calls per turn (rollout).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from rstar2_jax.types import CallStatus, ToolCall, ToolResult
+
+
+class Tool(Protocol):
+    """One tool. `run` is called many times at once from one event loop."""
+
+    @property
+    def name(self) -> str:
+        """Name under which the model calls it."""
+        ...
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """Function schema in the OpenAI and Hermes form: type, function.name, .description, .parameters."""
+        ...
+
+    async def run(self, call: ToolCall, *, key: str) -> ToolResult:
+        """What the call gave.
+
+        Args:
+            call: a call that parsed and that names this tool; its arguments are still unchecked.
+            key: identifies this execution, so that a repeated submission is not executed twice.
+        """
+        ...
+
+
+class Registry:
+    """Tools by name; every call gets a result, also one that did not parse or that names no tool.
+
+    Raises:
+        ValueError: no tool, or two of one name.
+    """
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        names = [tool.name for tool in tools]
+        if not names:
+            raise ValueError("a registry needs at least one tool: give it the Python tool")
+        doubled = sorted({name for name in names if names.count(name) > 1})
+        if doubled:
+            raise ValueError(f"tool name {doubled[0]!r} is given {names.count(doubled[0])} times: names must differ")
+        self._tools = dict(zip(names, tools, strict=True))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tools, in the order given."""
+        return tuple(self._tools)
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """Schemas of the tools, in the order given: what the system turn shows."""
+        return [tool.schema for tool in self._tools.values()]
+
+    async def run(self, call: ToolCall, *, key: str) -> ToolResult:
+        """Result of one call: of its tool, or PARSE_ERROR or UNKNOWN_TOOL with the reason in `stderr`."""
+        if call.error is not None:
+            return ToolResult(status=CallStatus.PARSE_ERROR, stderr=call.error)
+        tool = self._tools.get(call.name)
+        if tool is None:
+            known = ", ".join(self._tools)
+            return ToolResult(
+                status=CallStatus.UNKNOWN_TOOL,
+                stderr=f"there is no tool named {call.name[:80]!r}; the tools are: {known}",
+            )
+        return await tool.run(call, key=key)
