@@ -1,0 +1,1 @@
+"""What a run leaves on disk: metrics, trajectories, times and checkpoints."""

@@ -1,0 +1,191 @@
+"""Metrics of a run: one JSON line a step in metrics.jsonl, and the same numbers for TensorBoard.
+
+Names are `stage/name_unit`. Line s belongs to step s, counted from 0: it is written when the update that takes the
+state from step s to s + 1 is done. A run continued from the checkpoint of step s cuts the lines with step >= s first,
+so that the file reads as if nothing had happened; TensorBoard is told to hide the same steps.
+
+A number that is not finite never reaches the file as such: it is written as null, and `metrics/nonfinite_count` of the
+same line says how many there were. None means "no value in this step" (an error rate over no calls) and is not counted.
+
+Deliberately not here: what the numbers mean (train.py, report/) and any averaging over steps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorboardX.proto import event_pb2, summary_pb2
+from tensorboardX.record_writer import RecordWriter
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+NONFINITE = "metrics/nonfinite_count"
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*(/[A-Za-z0-9_.\-]+)+")
+
+
+class MetricsWriter:
+    """Appends one line a step to workdir/metrics.jsonl and mirrors it into workdir/tensorboard.
+
+    A line reaches the disk before `write` returns, so that a checkpoint is never ahead of its metrics.
+
+    Args:
+        workdir: folder of the run; made when missing.
+        start_step: first step that will be written; lines of this and later steps are cut.
+
+    Raises:
+        ValueError: the file holds a line that is not a step's record (other than a torn last one).
+    """
+
+    def __init__(self, workdir: str | os.PathLike[str], *, start_step: int = 0) -> None:
+        folder = Path(workdir)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / METRICS_FILE
+        self._last_step = _cut(path, start_step)
+        self._file = path.open("ab", buffering=0)
+        self._board = _Board(folder / TENSORBOARD_FOLDER, start_step)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append the numbers of one step.
+
+        Args:
+            step: above the last written one.
+            metrics: finite numbers, or None for "no value"; 0-dimensional arrays are read out.
+
+        Raises:
+            ValueError: step does not advance, a name is not `stage/name_unit`, or a value is no number.
+        """
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(f"metrics of step {step} after those of step {self._last_step}: steps must advance")
+        line: dict[str, float | int | None] = {"step": int(step)}
+        nonfinite = 0
+        for name, value in metrics.items():
+            number = _number(name, value)
+            if number is not None and not math.isfinite(number):
+                nonfinite += 1
+                number = None
+            line[name] = number
+        line[NONFINITE] = nonfinite
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        os.fsync(self._file.fileno())
+        self._last_step = int(step)
+        self._board.write(
+            int(step), {name: number for name, number in line.items() if name != "step" and number is not None}
+        )
+
+    def close(self) -> None:
+        """Flush and close both files."""
+        self._file.close()
+        self._board.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def read_metrics(workdir: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Columns of workdir/metrics.jsonl: `step` as i64[n], every other name as f64[n], NaN where a step has no value.
+
+    Safe while the run is writing: a torn last line is left out.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line before the last is torn.
+    """
+    lines, _ = _parse(Path(workdir) / METRICS_FILE)
+    names = {name: None for line in lines for name in line if name != "step"}
+    columns = {"step": np.array([line["step"] for line in lines], np.int64)}
+    for name in names:
+        values = [line.get(name) for line in lines]
+        columns[name] = np.array([math.nan if value is None else value for value in values], np.float64)
+    return columns
+
+
+class _Board:
+    """One event file of this start of the run, written step by step.
+
+    tensorboardX's SummaryWriter would do, but hands events to a thread, and its flush does not wait for that thread: a
+    killed run loses up to two minutes of them.
+    """
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+        self._records = RecordWriter(str(folder / f"events.out.tfevents.{seconds}.{nanoseconds:09d}"))
+        self._put(event_pb2.Event(file_version="brain.Event:2"))
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._put(event_pb2.Event(step=start_step, session_log=start))  # hides these steps of earlier files
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        values = [summary_pb2.Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
+        self._put(event_pb2.Event(step=step, summary=summary_pb2.Summary(value=values)))
+
+    def close(self) -> None:
+        self._records.close()
+
+    def _put(self, event: event_pb2.Event) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+        self._records.flush()
+
+
+def _number(name: str, value: Any) -> float | int | None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name == NONFINITE:
+        raise ValueError(f"metric name {name!r}: must read stage/name_unit, such as learner/grad_norm")
+    if value is None:
+        return None
+    if hasattr(value, "shape") and hasattr(value, "item"):
+        if value.shape != ():
+            raise ValueError(f"metric {name} has shape {value.shape}: reduce it to one number before writing")
+        value = value.item()
+    if isinstance(value, bool | int | float):
+        return int(value) if isinstance(value, bool) else value
+    raise ValueError(f"metric {name} = {value!r} is a {type(value).__name__}: only numbers and None can be written")
+
+
+def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The records of a file and the bytes that they cover; a torn last line is in neither."""
+    data = path.read_bytes()
+    lines: list[dict[str, Any]] = []
+    end = 0
+    for row in data.splitlines(keepends=True):
+        try:
+            line = json.loads(row)
+            valid = isinstance(line, dict) and isinstance(line.get("step"), int)
+        except ValueError:
+            valid = False
+        whole = row.endswith(b"\n")
+        if not valid or not whole:
+            if end + len(row) == len(data):
+                break
+            raise ValueError(f"{path}, line {len(lines) + 1}: not the record of a step; repair or remove the file")
+        lines.append(line)
+        end += len(row)
+    return lines, end
+
+
+def _cut(path: Path, start_step: int) -> int | None:
+    """Leave only whole lines with step < start_step in the file; the last of these steps, or None."""
+    if not path.exists():
+        return None
+    lines, end = _parse(path)
+    kept = [line for line in lines if line["step"] < start_step]
+    if len(kept) < len(lines):
+        if any(line["step"] < start_step for line in lines[len(kept) :]):
+            raise ValueError(f"{path}: steps do not rise from line to line; repair or remove the file")
+        rows = path.read_bytes().splitlines(keepends=True)
+        end = sum(len(row) for row in rows[: len(kept)])
+    with path.open("r+b") as file:
+        file.truncate(end)
+        os.fsync(file.fileno())
+    return kept[-1]["step"] if kept else None
