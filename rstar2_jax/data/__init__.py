@@ -1,0 +1,1 @@
+"""From problems to ids: sources, tokenizer, chat protocol, demonstrations and packing."""
