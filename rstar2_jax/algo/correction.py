@@ -21,9 +21,7 @@ LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 before exp: a ratio of 4.9e8 is still finite when it is squared and summed."""
 
 
-def log_ratio(
-    logprobs: Float[Any, "B T"], reference: Float[Any, "B T"], mask: Bool[Any, "B T"]
-) -> Float[Array, "B T"]:
+def log_ratio(logprobs: Float[Any, "B T"], reference: Float[Any, "B T"], mask: Bool[Any, "B T"]) -> Float[Array, "B T"]:
     """logprobs - reference, clamped to +-LOG_RATIO_LIMIT; exactly 0 where the mask is False, whatever stands there.
 
     Masked values are replaced before the subtraction: not even NaN or infinity there reaches a value or a gradient.
