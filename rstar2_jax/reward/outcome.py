@@ -184,6 +184,7 @@ async def self_test(client: Verifier, *, deadline_s: float = 120.0) -> str:
         if found.verdict is not wanted:
             raise RuntimeError(
                 f"grader self-test: {text!r} against {gold!r} must be {wanted.value}, got {found.verdict.value} "
-                f"(answer read: {found.answer!r}) {found.reason}".rstrip() + "; do not train with this grader"
+                f"(answer read: {found.answer!r}) {found.reason}".rstrip()
+                + "; do not train with this grader"
             )
     return digest

@@ -65,7 +65,7 @@ def penalties(trajectory: Trajectory, num_answers: int, has_answer: bool) -> Pen
     Source: paper (arXiv 2508.20722), GRPO-RoC; deviation: statuses in place of words in the reply; the bound of 1.
     """
     if num_answers < int(has_answer):
-        raise ValueError(f"num_answers = {num_answers} with has_answer = {has_answer}: take both from find_answers(...)")
+        raise ValueError(f"num_answers = {num_answers} with has_answer = {has_answer}: take both from find_answers")
     statuses = [result.status for turn in trajectory.turns for result in turn.results]
     counted = sum(status.is_counted for status in statuses)
     bad = sum(status.is_bad for status in statuses)
