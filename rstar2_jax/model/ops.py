@@ -101,16 +101,26 @@ def rotate(x: Float[Array, "b t n d"], cos: Float[Array, "b t h"], sin: Float[Ar
 
 
 def attend(
-    q: Float[Array, "b k g t d"], k: Float[Array, "b k s d"], v: Float[Array, "b k s d"], allowed: Bool[Array, "b t s"]
+    q: Float[Array, "b k g t d"], k: Float[Array, "b k d s"], v: Float[Array, "b k s d"], allowed: Bool[Array, "b t s"]
 ) -> Float[Array, "b k g t d"]:
-    """softmax(q k^T / sqrt(d), over allowed keys) v; scores and softmax in float32; g query heads share a kv head."""
+    """softmax(q k / sqrt(d), over allowed keys) v; scores and softmax in float32; g query heads share a kv head."""
     b, kv, g, t, d = q.shape
     # The heads of a group join the query axis: one batched matmul with more rows instead of a broadcast of the keys.
-    scores = jnp.einsum("bktd,bksd->bkts", q.reshape(b, kv, g * t, d), k, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bktd,bkds->bkts", q.reshape(b, kv, g * t, d), k, preferred_element_type=jnp.float32)
     scores = scores.reshape(b, kv, g, t, -1) * (d**-0.5)
     weights = jax.nn.softmax(jnp.where(allowed[:, None, None], scores, MASKED), axis=-1)
     weights = weights.astype(v.dtype).reshape(b, kv, g * t, -1)
     return jnp.einsum("bkts,bksd->bktd", weights, v).reshape(b, kv, g, t, d)
+
+
+def _group_queries(q, kv_heads):
+    b, t, h, d = q.shape
+    return q.reshape(b, t, kv_heads, h // kv_heads, d).transpose(0, 2, 3, 1, 4)
+
+
+def _ungroup(out):
+    b, kv, g, t, d = out.shape
+    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, kv * g, d)
 
 
 def causal_attention(
@@ -120,39 +130,44 @@ def causal_attention(
 
     A padding query (segment 0) sees padding only, itself at least: no real query sees padding, and every row is finite.
     """
-    b, t, h, d = q.shape
-    kv = k.shape[2]
-    qh = q.reshape(b, t, kv, h // kv, d).transpose(0, 2, 3, 1, 4)
-    kh, vh = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    t = q.shape[1]
+    q, k, v = _group_queries(q, k.shape[2]), k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
     block = max(QUERY_BLOCK_TOKENS, -(-t // MAX_QUERY_BLOCKS))
     outs = []
     for lo in range(0, t, block):
         hi = min(lo + block, t)
         causal = jnp.arange(lo, hi)[:, None] >= jnp.arange(hi)[None, :]
         same = segment_ids[:, lo:hi, None] == segment_ids[:, None, :hi]
-        outs.append(attend(qh[:, :, :, lo:hi], kh[:, :, :hi], vh[:, :, :hi], causal & same))
-    out = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=3)
-    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, h, d)
+        outs.append(attend(q[:, :, :, lo:hi], k[..., :hi], v[:, :, :hi], causal & same))
+    return _ungroup(outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=3))
 
 
 def cached_attention(
-    q: Float[Array, "b c h d"], k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], positions: Int[Array, "b c"]
+    q: Float[Array, "b c h d"],
+    keys: Float[Array, "b k d s"],
+    values: Float[Array, "b k s d"],
+    positions: Int[Array, "b c"],
 ) -> Float[Array, "b c h d"]:
     """Attention of each query to the cache entries at or before its position; a padding column looks at entry 0."""
-    b, c, h, d = q.shape
-    kv = k.shape[2]
-    qh = q.reshape(b, c, kv, h // kv, d).transpose(0, 2, 3, 1, 4)
-    allowed = jnp.arange(k.shape[1])[None, None, :] <= jnp.maximum(positions, 0)[:, :, None]
-    out = attend(qh, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), allowed)
-    return out.transpose(0, 3, 1, 2, 4).reshape(b, c, h, d)
+    allowed = jnp.arange(keys.shape[-1])[None, None, :] <= jnp.maximum(positions, 0)[:, :, None]
+    return _ungroup(attend(_group_queries(q, keys.shape[1]), keys, values, allowed))
 
 
 def write_cache(
-    cache: Float[Array, "b s k d"], new: Float[Array, "b c k d"], positions: Int[Array, "b c"]
-) -> Float[Array, "b s k d"]:
-    """The cache with new[b, c] at entry positions[b, c]; a negative or too large position writes nothing."""
-    length = cache.shape[1]
+    keys: Float[Array, "b k d s"],
+    values: Float[Array, "b k s d"],
+    new_keys: Float[Array, "b c k d"],
+    new_values: Float[Array, "b c k d"],
+    positions: Int[Array, "b c"],
+) -> tuple[Float[Array, "b k d s"], Float[Array, "b k s d"]]:
+    """(keys, values) with column c of row b written at entry positions[b, c].
+
+    A negative position, or one beyond the cache, writes nothing.
+    """
     # A negative index would wrap around to the end of the cache: padding is sent out of range and dropped there.
-    entries = jnp.where(positions < 0, length, positions)
-    rows = jnp.arange(cache.shape[0])[:, None]
-    return cache.at[rows, entries].set(new.astype(cache.dtype), mode="drop")
+    entries = jnp.where(positions < 0, keys.shape[-1], positions)[:, None, :]
+    rows = jnp.arange(keys.shape[0])[:, None, None]
+    heads = jnp.arange(keys.shape[1])[None, :, None]
+    new_keys, new_values = new_keys.transpose(0, 2, 1, 3), new_values.transpose(0, 2, 1, 3)
+    keys = keys.at[rows, heads, :, entries].set(new_keys.astype(keys.dtype), mode="drop")
+    return keys, values.at[rows, heads, entries].set(new_values.astype(values.dtype), mode="drop")
