@@ -1,0 +1,141 @@
+"""Starts one run: python -m rstar2_jax.launch --gin_file=stage1.gin [--gin_file=...] [--gin_bindings=...] [flags]
+
+  --gin_file      a gin file (repeatable, in order): looked up as given, then in ./gin/, then in the package
+  --gin_bindings  one more binding (repeatable, last wins); the safe form for every shell is
+                  --gin_bindings='settings.Run.init_from="runs/sft"'   (`settings.` may be left out)
+  --workdir       the same as binding settings.Run.workdir
+  --seed          the same as binding settings.Run.seed
+  --steps         the same as binding settings.Run.steps
+  --dry_run       parse, check, build the settings, print what would run, and stop: no device, no folder
+
+Exit codes: 0 done; 2 the configuration or the command line is wrong (one line says where and what to write); 1 the run
+raised; any other code is the RUN function's own.
+
+The order is: command line, files, names, types, settings (no JAX so far, so that mistakes show at once), then the RUN
+function's module, what is used, the record in the workdir, the run. gin and absl.flags are used here and in the gin_*
+modules alone. Deliberately not here: signals (each RUN function stops cleanly by itself) and allocator settings (they
+must be in the environment before Python starts: see launch/).
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from rstar2_jax import gin_source, gin_strict, run_record
+
+BAD_CONFIGURATION = 2
+SHADOWED = {"workdir": "settings.Run.workdir", "seed": "settings.Run.seed", "steps": "settings.Run.steps"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code.
+
+    Args:
+        argv: program name and arguments; None takes those of the process.
+    """
+    argv = list(sys.argv if argv is None else argv)
+    try:
+        parsed = parse_flags(argv)
+        if parsed.help:
+            print(__doc__)
+            return 0
+        prepare_environment(parsed.dry_run)
+        resolved = gin_strict.resolve(parsed.gin_file, shadow_bindings(parsed))
+        function, arguments = gin_strict.build(resolved)
+    except gin_source.ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_CONFIGURATION
+    for warning in resolved.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if parsed.dry_run:
+        print(resolved.text)
+        print(f"would run {resolved.run.module}.{resolved.run.name}")
+        print("\n".join(run_record.size_lines(arguments)))
+        return 0
+    if "run" not in arguments:
+        return _stop(function(**arguments))
+    record = run_record.RunRecord(arguments["run"].workdir, resolved, arguments, argv)
+    for line in record.start():
+        print(f"warning: this workdir was configured otherwise before: {line}", file=sys.stderr)
+    outcome = "killed"
+    try:
+        code = _stop(function(**arguments))
+        outcome = f"exit code {code}"
+    except BaseException as error:
+        outcome = type(error).__name__
+        raise
+    finally:
+        record.end(outcome)
+    return code
+
+
+def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
+    """The flags of one command line.
+
+    Raises:
+        ConfigError: an unknown flag, a value of the wrong kind, no --gin_file, or a word left over.
+    """
+    values = flags.FlagValues()
+    flags.DEFINE_multi_string("gin_file", [], "gin file", flag_values=values)
+    flags.DEFINE_multi_string("gin_bindings", [], "binding", flag_values=values)
+    flags.DEFINE_string("workdir", None, "settings.Run.workdir", flag_values=values)
+    flags.DEFINE_integer("seed", None, "settings.Run.seed", flag_values=values)
+    flags.DEFINE_integer("steps", None, "settings.Run.steps", flag_values=values)
+    flags.DEFINE_boolean("dry_run", False, "print and stop", flag_values=values)
+    flags.DEFINE_boolean("help", False, "print the usage", short_name="h", flag_values=values)
+    try:
+        left = values(list(argv))[1:]
+    except flags.UnrecognizedFlagError as error:
+        known = [name for name in values if len(name) > 1]
+        raise gin_source.ConfigError(
+            f"unknown flag --{error.flagname}{gin_source.nearest(error.flagname, known)}"
+        ) from error
+    except flags.Error as error:
+        raise gin_source.ConfigError(str(error)) from error
+    if left:
+        hint = f": write --gin_bindings='{left[0]}'" if "=" in left[0] else ": every argument is a --flag=value"
+        if left[0].endswith(".gin"):
+            hint = f": write --gin_file={left[0]}"
+        raise gin_source.ConfigError(f"leftover argument {left[0]!r}{hint}")
+    if not values.help and not values.gin_file:
+        raise gin_source.ConfigError("no --gin_file: name one, as in --gin_file=stage1.gin")
+    return values
+
+
+def shadow_bindings(parsed: flags.FlagValues) -> list[tuple[str, str]]:
+    """(binding, flag) for --gin_bindings, then for the flags that stand for one field; a relative --workdir is taken
+    from here, so that the record holds a folder that does not depend on the working directory."""
+    pairs = [(text, f"--gin_bindings={text!r}") for text in parsed.gin_bindings]
+    for name, field in SHADOWED.items():
+        value = getattr(parsed, name)
+        if value is not None:
+            bound = os.path.abspath(value) if name == "workdir" and value else value
+            pairs.append((f"{field}={bound!r}", f"--{name}={value}"))
+    return pairs
+
+
+def prepare_environment(dry_run: bool) -> None:
+    """Sets what JAX reads at import; a value that is already there stays.
+
+    Compiled programs are kept between runs. A dry run stays on the CPU backend: abstract shapes need no accelerator.
+    """
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache / "rstar2_jax" / "xla"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+    if dry_run:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def _stop(code: object) -> int:
+    if type(code) is not int:
+        raise TypeError(f"a RUN function returns its exit code as int, got {code!r}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

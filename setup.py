@@ -1,0 +1,64 @@
+"""The distribution rstar2-jax. gin/ travels in the wheel as rstar2_jax/configs, so that --gin_file works from anywhere."""
+
+import pathlib
+import sys
+
+import setuptools
+
+# JAX and its plugins are one release: the plugins do not pin it themselves.
+JAX = {"3.11": "0.10.2", "3.12": "0.12.0.1"}.get(f"{sys.version_info[0]}.{sys.version_info[1]}", "0.12.0.1")
+
+CONFIGS = {
+    ".".join(["rstar2_jax.configs", *folder.parts[1:]]): str(folder)
+    for folder in sorted({path.parent for path in pathlib.Path("gin").rglob("*.gin")})
+}
+
+setuptools.setup(
+    name="rstar2-jax",
+    version="0.1.0",
+    description="GRPO with Resample-on-Correct for agentic maths reasoning, in JAX",
+    python_requires=">=3.11",
+    packages=setuptools.find_namespace_packages(include=["rstar2_jax", "rstar2_jax.*"]) + list(CONFIGS),
+    package_dir=CONFIGS,
+    package_data={
+        **dict.fromkeys(CONFIGS, ["*.gin"]),
+        "rstar2_jax.data": ["templates/*.jinja"],
+    },
+    install_requires=[
+        "absl-py",
+        "flax>=0.12",
+        "gin-config==0.5.0",
+        "jax>=0.10.2",
+        "jaxtyping",
+        "jinja2",
+        "matplotlib",
+        "numpy",
+        "optax>=0.2.8",
+        "orbax-checkpoint>=0.12",
+        "redis>=8",
+        "rich",
+        "rstar2-sandbox",
+        "safetensors",
+        "tensorboardX",
+        "tensorstore",
+        "tokenizers",
+    ],
+    extras_require={
+        "rocm": [f"jax=={JAX}", f"jax-rocm7-plugin=={JAX}", f"jax-rocm7-pjrt=={JAX}"],
+        "sglang": ["sglang"],
+        "eval": ["math-verify[antlr4_13_2]", "sympy", "reasoning-gym", "sgl-eval"],
+        "dev": [
+            "beartype",
+            "build",
+            "chex",
+            "hypothesis",
+            "import-linter",
+            "pyright[nodejs]",
+            "pytest",
+            "reasoning-gym",
+            "ruff",
+            "setuptools",
+            "wheel",
+        ],
+    },
+)
