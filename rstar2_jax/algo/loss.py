@@ -121,7 +121,7 @@ def policy_loss(
     old_logprobs: Float[Any, "B T"],
     advantages: Float[Any, "B T"],
     mask: Bool[Any, "B T"],
-    normaliser: Float[Any, ""] | float,
+    normaliser: Float[Any, ""] | float | int,
     settings: settings.Loss,
     extras: Extras = _NO_EXTRAS,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:

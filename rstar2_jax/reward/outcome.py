@@ -14,13 +14,16 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
+
+from rstar2_sandbox import protocol
 
 from rstar2_jax.reward import quality
 from rstar2_jax.types import Prompt, StopReason, Trajectory, Verdict
 
 _RETRY_PAUSE_S = 0.1
-_VERDICTS = {"correct": Verdict.CORRECT, "wrong": Verdict.WRONG}
+_VERDICTS = {protocol.Verdict.CORRECT: Verdict.CORRECT, protocol.Verdict.WRONG: Verdict.WRONG}
+_KEY_CHARS = 64
 _TRUNCATED = frozenset({StopReason.LENGTH, StopReason.BUDGET, StopReason.TURNS})
 
 VECTORS: tuple[tuple[str, str, bool], ...] = (
@@ -52,30 +55,16 @@ VECTORS: tuple[tuple[str, str, bool], ...] = (
 """(text of a final turn, gold answer, is it correct): what every grader of this project must agree with."""
 
 
-class Verification(Protocol):
-    """What the sandbox answers: a verdict `correct`, `wrong` or `infra`, and the answer that it read."""
-
-    @property
-    def verdict(self) -> str:
-        """`correct`, `wrong` or `infra`."""
-        ...
-
-    @property
-    def answer(self) -> str | None:
-        """The text that was compared with the gold answer; None when there was none."""
-        ...
-
-
 class Verifier(Protocol):
     """The part of rstar2_sandbox.client.Client that grading needs."""
 
-    async def verify(self, *, text: str, gold: str, key: str) -> Any:
+    async def verify(self, *, text: str, gold: str, key: str) -> protocol.Verification:
         """Grade one text against its gold answer; `key` makes the call idempotent."""
         ...
 
 
 class Grade(NamedTuple):
-    """Verdict, the answer that was read, and why there is no verdict when it is unscored."""
+    """Verdict, the answer that was read, and the reason in a few words (of a fault: which one)."""
 
     verdict: Verdict
     answer: str | None
@@ -98,19 +87,19 @@ async def grade(
 
 async def _grade_one(client: Verifier, item: tuple[str, str, str], retries: int, deadline_s: float) -> Grade:
     text, gold, key = item
+    fault = ""
     try:
         async with asyncio.timeout(deadline_s):
             for attempt in range(retries + 1):
                 if attempt:
                     await asyncio.sleep(_RETRY_PAUSE_S * 2 ** (attempt - 1))
-                found: Verification = await client.verify(
-                    text=text, gold=gold, key=f"{key}:retry{attempt}" if attempt else key
-                )
+                found = await client.verify(text=text, gold=gold, key=f"{key}:retry{attempt}" if attempt else key)
                 if found.verdict in _VERDICTS:
-                    return Grade(_VERDICTS[found.verdict], found.answer)
+                    return Grade(_VERDICTS[found.verdict], found.answer, found.reason)
+                fault = found.reason
     except TimeoutError:
-        return Grade(Verdict.UNSCORED, None, f"no verdict on {key} within {deadline_s:g} s")
-    return Grade(Verdict.UNSCORED, None, f"{retries + 1} tries to grade {key} met a fault of the infrastructure")
+        return Grade(Verdict.UNSCORED, None, f"no verdict on {key} within {deadline_s:g} s {fault}".rstrip())
+    return Grade(Verdict.UNSCORED, None, f"{retries + 1} tries to grade {key} met infrastructure faults: {fault}")
 
 
 async def grade_trajectories(
@@ -159,8 +148,8 @@ def _question(decode: Callable[[Sequence[int]], str], trajectory: Trajectory, go
     """(text, gold, key) of an answered trajectory. The key holds a digest, so that no other text shares its verdict."""
     ids = trajectory.turns[-1].sampled_ids.tolist() if trajectory.turns else []
     text = quality.outside_tool_calls(decode(ids))
-    digest = hashlib.sha256(json.dumps([text, gold]).encode()).hexdigest()[:16]
-    return text, gold, f"{trajectory.prompt_id}:{trajectory.seed}:{trajectory.sample_index}:{digest}"
+    digest = hashlib.sha256(json.dumps([trajectory.prompt_id, text, gold]).encode()).hexdigest()[:16]
+    return text, gold, f"{trajectory.prompt_id[:_KEY_CHARS]}:{trajectory.seed}:{trajectory.sample_index}:{digest}"
 
 
 def vectors_digest() -> str:
