@@ -1,11 +1,11 @@
 """Tool calls read from the text that the model sampled in one turn.
 
-A call is `<tool_call>`, one JSON object with `name` and `arguments`, `</tool_call>`, with white space between them. The
-JSON decoder finds where the object ends, so code that contains `</tool_call>` stays whole. A call that cannot be read is
-a ToolCall with `error` set: a sentence for the model. No input raises.
+A call is `<tool_call>`, one JSON object with `name` and `arguments`, `</tool_call>`, with white space between them.
+The JSON decoder finds where the object ends, so code that contains `</tool_call>` stays whole. A call that cannot be
+read is a ToolCall with `error` set: a sentence for the model. No input raises.
 
-Deliberately not here: whether the named tool exists and whether its arguments suit it (protocol.py and the tool), repair
-of malformed JSON (the model is told instead), and any distinction by place: a call inside `<reason>` is a call.
+Deliberately not here: whether the named tool exists and whether its arguments suit it (protocol.py and the tool),
+repair of malformed JSON (the model is told instead), and any distinction by place: a call inside `<reason>` is a call.
 
 Source: format of ALGORITHM section "Agent loop" (Hermes); the boundary by decoder instead of by pattern is ours.
 """
@@ -27,6 +27,7 @@ _TAG = re.compile(r"</?tool_call>")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _MAX_DIGITS = 1000  # Python refuses 4300 by default, but a library may have lifted that limit in this process
 _MAX_DEPTH = 32
+_MAX_CALLS = 128  # far above any limit on calls per turn; keeps the time linear in the text
 _TOO_DEEP = f"the JSON is nested more than {_MAX_DEPTH} levels deep"
 _EXPECTED = 'one JSON object {"name": ..., "arguments": {...}}'
 
@@ -54,8 +55,8 @@ _DECODER = json.JSONDecoder(parse_int=_parse_int, parse_float=_parse_float, pars
 def parse(text: str) -> tuple[ToolCall, ...]:
     """Calls of one turn in the order of the text; a malformed one carries `error` and empty `arguments`.
 
-    After a malformed call, reading goes on behind the next end tag, or at the next start tag if that comes first. The
-    time is linear in the text: a decode that starts at one tag cannot pass more than one further tag twice.
+    After a malformed call, reading goes on behind the next end tag, or at the next start tag if that comes first. A
+    turn with more than 128 calls ends with one malformed call that stands for all the rest.
 
     Args:
         text: what the model sampled in the turn, decoded, without its end token.
@@ -66,6 +67,9 @@ def parse(text: str) -> tuple[ToolCall, ...]:
     calls = []
     start = text.find(OPEN_TAG)
     while start >= 0:
+        if len(calls) == _MAX_CALLS:
+            calls.append(_failed("", f"there are more than {_MAX_CALLS} calls in one turn; the rest was not read"))
+            break
         call, resume = _read_call(text, start + len(OPEN_TAG))
         calls.append(call)
         start = text.find(OPEN_TAG, resume)
@@ -112,7 +116,7 @@ def _check_call(value: Any) -> ToolCall:
     if _is_deep(value):
         return _failed("", _TOO_DEEP)
     if isinstance(value, list):
-        return _failed("", f"a list stands inside {OPEN_TAG}; write {_EXPECTED} in a {OPEN_TAG} of its own for each call")
+        return _failed("", f"a list stands inside {OPEN_TAG}; write one {OPEN_TAG} for each call, with {_EXPECTED}")
     if not isinstance(value, dict):
         return _failed("", f"a {_kind(value)} stands inside {OPEN_TAG}; write {_EXPECTED}")
     try:

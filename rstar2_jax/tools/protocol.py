@@ -1,7 +1,7 @@
 """The contract of a tool and the registry that finds one by name.
 
-A tool answers every call with a ToolResult; what the model did wrong is a status, never an exception. An exception out of
-`run` is a fault of ours, which the agent loop turns into status `infra`.
+A tool answers every call with a ToolResult; what the model did wrong is a status, never an exception. An exception out
+of `run` is a fault of ours, which the agent loop turns into status `infra`.
 
 Deliberately not here: the wording and the token budget of replies (data/chat), and limits on calls per turn (rollout).
 """

@@ -106,17 +106,26 @@ def test_the_place_of_a_json_error_is_counted_from_the_call_itself():
     assert "line 2, column 3" in _only_error('reason\n\n<tool_call>\n{"name": "f",\n  oops}\n</tool_call>')
 
 
-@pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"a":"', '<tool_call>["', "<tool_call>[[[[", "</tool_call>"])
+@pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"":"', '<tool_call>["', "<tool_call>[[", "</tool_call>"])
 def test_a_long_text_of_tags_is_read_in_bounded_time(unit):
     text = unit * (200_000 // len(unit))
     begin = time.monotonic()
     calls = parse.parse(text)
-    assert time.monotonic() - begin < 2.0
+    assert time.monotonic() - begin < 1.0
     assert all(call.error is not None for call in calls)
 
 
+def test_calls_beyond_any_reasonable_number_are_one_error():
+    calls = parse.parse(_text(_call("1")) * 500)
+    assert len(calls) == 129 and all(call.error is None for call in calls[:128])
+    assert "more than 128 calls" in (calls[-1].error or "")
+
+
+_PIECES = [*'{}[]",:\\ \n<>/a0', "<tool_call>", "</tool_call>", '"name"', '"arguments"', "\\ud800"]
+
+
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from([*'{}[]",:\\ \n<>/a0', "<tool_call>", "</tool_call>", '"name"', '"arguments"', "\\ud800"])))
+@given(st.lists(st.sampled_from(_PIECES)))
 def test_any_text_gives_calls_that_are_either_sound_or_explained(pieces):
     for call in parse.parse("".join(pieces)):
         assert isinstance(call, ToolCall)
@@ -133,12 +142,14 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.text(min_size=1), st.dictionaries(st.text(), _JSON, max_size=4)), max_size=4), st.booleans())
+_WRITTEN = st.lists(st.tuples(st.text(min_size=1), st.dictionaries(st.text(), _JSON, max_size=4)), max_size=4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(_WRITTEN, st.booleans())
 def test_what_was_written_as_json_comes_back_unchanged(written, ascii_only):
-    text = "".join(
-        _text(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=ascii_only)) for name, arguments in written
-    )
+    bodies = [{"name": name, "arguments": arguments} for name, arguments in written]
+    text = "".join(_text(json.dumps(body, ensure_ascii=ascii_only)) for body in bodies)
     assert [(call.name, call.arguments) for call in parse.parse(text)] == written
 
 

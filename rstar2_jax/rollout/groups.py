@@ -1,0 +1,291 @@
+"""Groups of graded episodes: 2G for each prompt, all at once, until a step has its number of live groups.
+
+A group is live when it holds a correct and a wrong episode; the test is on the binary outcome alone. With
+`reject_equal` the others are set aside and further prompts are sampled, in rounds, until the step is full or the rounds
+are used up; live groups beyond the need are handed back for the next step. What comes out depends on seeds and prompts
+only, never on the order in which episodes end.
+
+Deliberately not here: the choice of G out of 2G (algo/roc), storage of surplus groups (the caller's checkpoint), and
+scheduling over engines.
+
+Source: rStar2-Agent paper, oversampling in GRPO-RoC; dynamic sampling as in DAPO (arXiv 2503.14476), with bounded rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rstar2_jax import settings
+from rstar2_jax.data import chat as chat_room
+from rstar2_jax.reward import outcome, quality
+from rstar2_jax.rollout import agent
+from rstar2_jax.rollout.engine import RolloutEngine
+from rstar2_jax.tools import protocol
+from rstar2_jax.types import Prompt, Trajectory, Verdict
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Group:
+    """All episodes of one prompt, graded, in the order of their sample index. Plain values, so that it can be stored.
+
+    Args:
+        prompt: the problem.
+        trajectories: N graded episodes.
+        p_err, p_format: penalties of each, same order (see reward/quality).
+
+    Raises:
+        ValueError: the lengths differ, an episode has no verdict, or it belongs to another prompt.
+    """
+
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+    p_err: tuple[float, ...]
+    p_format: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        lengths = {"trajectories": len(self.trajectories), "p_err": len(self.p_err), "p_format": len(self.p_format)}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"group of prompt {self.prompt.id!r}: fields must have equal lengths, got {lengths}")
+        for trajectory in self.trajectories:
+            if trajectory.prompt_id != self.prompt.id or trajectory.verdict is None:
+                raise ValueError(
+                    f"group of prompt {self.prompt.id!r}: sample {trajectory.sample_index} of prompt "
+                    f"{trajectory.prompt_id!r} has verdict {trajectory.verdict}; grade the prompt's own episodes first"
+                )
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """f32[N]: 1 where the verdict is correct, else 0; meaningless where `valid` is False."""
+        return np.asarray([t.verdict is Verdict.CORRECT for t in self.trajectories], np.float32)
+
+    @property
+    def valid(self) -> np.ndarray:
+        """bool[N]: False where the episode is unscored and so leaves every statistic."""
+        return np.asarray([t.verdict is not Verdict.UNSCORED for t in self.trajectories], bool)
+
+    @property
+    def penalties(self) -> np.ndarray:
+        """f32[N]: p_total = p_err + p_format."""
+        return np.asarray(self.p_err, np.float32) + np.asarray(self.p_format, np.float32)
+
+    @property
+    def is_live(self) -> bool:
+        """True when scored episodes of both outcomes are there, so that the group has a gradient."""
+        scored = self.rewards[self.valid]
+        return bool(scored.size) and bool(scored.min() != scored.max())
+
+    @property
+    def unique_frac(self) -> float:
+        """Distinct id sequences over episodes; below 1 on long answers means that seeds are not doing their work."""
+        rows = [[i for turn in t.turns for i in turn.token_ids.tolist()] for t in self.trajectories]
+        return len({tuple(row) for row in rows}) / max(1, len(rows))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Collection:
+    """What one step's rollouts gave.
+
+    Args:
+        groups: to train on, in the order in which their prompts were drawn; at most prompts_per_step.
+        surplus: live groups beyond the need, for the next step.
+        rejected: groups with equal rewards, set aside.
+        prompts_used: prompts drawn from the source: how far its cursor moves.
+        refills: rounds of further prompts.
+        faults: of all episodes of this step, in a fixed order.
+        episodes: run in this step; unscored: of them, those without a verdict.
+    """
+
+    groups: tuple[Group, ...]
+    surplus: tuple[Group, ...]
+    rejected: tuple[Group, ...]
+    prompts_used: int
+    refills: int
+    faults: tuple[agent.Fault, ...]
+    episodes: int
+    unscored: int
+
+    @property
+    def unscored_share(self) -> float:
+        """Share of this step's episodes without a verdict; above Roc.max_unscored the step is to be abandoned."""
+        return self.unscored / self.episodes if self.episodes else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sampler:
+    """All that stays the same from step to step.
+
+    Args:
+        engine, chat, tools: what episodes run with.
+        grader: sandbox client.
+        rollout, roc: settings.
+        seed: of the run.
+    """
+
+    engine: RolloutEngine
+    chat: chat_room.Chat
+    tools: protocol.Registry
+    grader: outcome.Verifier
+    rollout: settings.Rollout
+    roc: settings.Roc
+    seed: int
+
+
+async def collect(
+    sampler: Sampler,
+    draw: Callable[[int, int], Sequence[Prompt]],
+    *,
+    step: int,
+    carried: Sequence[Group] = (),
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Collection:
+    """Groups for one step.
+
+    A round of refill draws as many prompts as the share of live groups so far makes needed, at most a whole step's.
+    With no live group to be had, the step ends with fewer than prompts_per_step groups after max_refills rounds.
+
+    Args:
+        draw: (offset, count) -> prompts: `count` prompts that start `offset` prompts behind the source's cursor.
+        step: of the run; goes into every seed.
+        carried: surplus of the step before, oldest first; used before anything is sampled.
+        on_progress: called with (episodes done, episodes started) after each episode.
+
+    Raises:
+        ValueError: a prompt is too long, or the source gave another number of prompts than asked for.
+    """
+    wanted = sampler.rollout.prompts_per_step
+    live = list(carried)
+    rejected: list[Group] = []
+    faults: list[agent.Fault] = []
+    progress = _Progress(on_progress)
+    seen: collections.Counter[str] = collections.Counter()
+    used, rounds, sampled_live, unscored = 0, 0, 0, 0
+    while len(live) < wanted and rounds <= sampler.roc.max_refills:
+        count = _round_size(wanted - len(live), sampled_live, used, wanted)
+        prompts = list(draw(used, count))
+        if len(prompts) != count:
+            raise ValueError(f"step {step}: the source gave {len(prompts)} prompts, {count} were asked for")
+        sampled = await _sample_groups(sampler, prompts, step, seen, progress)
+        used, rounds = used + count, rounds + 1
+        for group, group_faults in sampled:
+            faults.extend(group_faults)
+            unscored += int((~group.valid).sum())
+            keep = group.is_live or not sampler.roc.reject_equal
+            (live if keep else rejected).append(group)
+            sampled_live += keep
+    return Collection(
+        groups=tuple(live[:wanted]),
+        surplus=tuple(live[wanted:]),
+        rejected=tuple(rejected),
+        prompts_used=used,
+        refills=max(0, rounds - 1),
+        faults=tuple(faults),
+        episodes=progress.total,
+        unscored=unscored,
+    )
+
+
+async def sample_group(
+    sampler: Sampler,
+    prompt: Prompt,
+    *,
+    step: int,
+    first_index: int = 0,
+    on_done: Callable[[], None] | None = None,
+) -> tuple[Group, list[agent.Fault]]:
+    """One prompt's graded episodes, with the faults in them; each is graded as soon as it ends.
+
+    Args:
+        first_index: sample index of the first episode; above 0 where a step meets the same prompt again.
+        on_done: called after each episode.
+    """
+
+    async def one(index: int) -> tuple[Trajectory, quality.Penalties, list[agent.Fault]]:
+        faults: list[agent.Fault] = []
+        trajectory = await agent.run_episode(
+            sampler.engine,
+            sampler.chat,
+            sampler.tools,
+            prompt,
+            sample_index=index,
+            seed=agent.episode_seed(sampler.seed, step, prompt.id, index),
+            settings=sampler.rollout,
+            on_fault=faults.append,
+        )
+        decode = sampler.chat.tokenizer.decode
+        (graded,) = await outcome.grade_trajectories(
+            sampler.grader, decode, [trajectory], [prompt], deadline_s=sampler.rollout.deadline_s
+        )
+        if on_done:
+            on_done()
+        texts = [decode(turn.sampled_ids.tolist()) for turn in graded.turns]
+        return graded, quality.assess(graded, texts), faults
+
+    parts = await _together([one(first_index + i) for i in range(sampler.rollout.oversample)])
+    group = Group(
+        prompt=prompt,
+        trajectories=tuple(trajectory for trajectory, _, _ in parts),
+        p_err=tuple(float(penalties.p_err) for _, penalties, _ in parts),
+        p_format=tuple(float(penalties.p_format) for _, penalties, _ in parts),
+    )
+    return group, [fault for _, _, faults in parts for fault in faults]
+
+
+async def _sample_groups(
+    sampler: Sampler, prompts: Sequence[Prompt], step: int, seen: collections.Counter[str], progress: _Progress
+) -> list[tuple[Group, list[agent.Fault]]]:
+    """Groups of one round, in the order of the prompts. A prompt met again gets sample indices of its own."""
+    size = sampler.rollout.oversample
+    progress.start(size * len(prompts))
+    starts = []
+    for prompt in prompts:
+        starts.append(seen[prompt.id])
+        seen[prompt.id] += size
+    return await _together(
+        [
+            sample_group(sampler, prompt, step=step, first_index=start, on_done=progress.finish_one)
+            for prompt, start in zip(prompts, starts, strict=True)
+        ]
+    )
+
+
+class _Progress:
+    """Counts episodes for a display."""
+
+    def __init__(self, report: Callable[[int, int], None] | None) -> None:
+        self._report = report
+        self.done, self.total = 0, 0
+
+    def start(self, count: int) -> None:
+        self.total += count
+
+    def finish_one(self) -> None:
+        self.done += 1
+        if self._report:
+            self._report(self.done, self.total)
+
+
+def _round_size(missing: int, live: int, sampled: int, most: int) -> int:
+    """Prompts of the next round: ceil(missing / share of live groups so far), between `missing` and `most`."""
+    if sampled == 0:
+        return missing
+    return min(most, max(missing, math.ceil(missing * sampled / live) if live else most))
+
+
+async def _together(coroutines: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Results in order. On an error or a cancellation every task is cancelled and awaited before it goes on."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
