@@ -1,12 +1,16 @@
 """The distribution rstar2-jax. gin/ travels in the wheel as rstar2_jax/configs, so that --gin_file works from anywhere."""
 
 import pathlib
-import sys
 
 import setuptools
 
-# JAX and its plugins are one release: the plugins do not pin it themselves.
-JAX = {"3.11": "0.10.2", "3.12": "0.12.0.1"}.get(f"{sys.version_info[0]}.{sys.version_info[1]}", "0.12.0.1")
+# JAX and its plugins are one release, which the plugins do not pin themselves.
+ROCM = [
+    f"{package}=={version}; python_version {which}"
+    for version, which in (("0.10.2", "< '3.12'"), ("0.12.0", ">= '3.12'"))
+    for package in ("jax-rocm7-plugin", "jax-rocm7-pjrt")
+]
+ROCM += ["jax==0.10.2; python_version < '3.12'", "jax>=0.12.0,<0.12.1; python_version >= '3.12'"]
 
 CONFIGS = {
     ".".join(["rstar2_jax.configs", *folder.parts[1:]]): str(folder)
@@ -44,9 +48,10 @@ setuptools.setup(
         "tokenizers",
     ],
     extras_require={
-        "rocm": [f"jax=={JAX}", f"jax-rocm7-plugin=={JAX}", f"jax-rocm7-pjrt=={JAX}"],
+        "rocm": ROCM,
         "sglang": ["sglang"],
         "eval": ["math-verify[antlr4_13_2]", "sympy", "reasoning-gym", "sgl-eval"],
+        "real": ["gguf", "reasoning-gym"],
         "dev": [
             "beartype",
             "build",

@@ -1,0 +1,33 @@
+# `make box` and `make test` need nothing but Debian with Python 3.12 or 3.11: they set themselves up.
+VENV ?= .venv
+PY = $(VENV)/bin/python
+.PHONY: help setup box box-real test unit torch lint golden clean
+
+help:            ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup:           ## Redis, virtual environment, pinned packages (repeating it takes no time)
+	@VENV=$(VENV) launch/setup.sh
+
+box: setup       ## the whole job on two cores: SFT, three RL stages, evaluation, export
+	VENV=$(VENV) launch/box.sh
+
+box-real:        ## the same job on real weights and real problems
+	@VENV=$(VENV) launch/setup.sh real
+	VENV=$(VENV) launch/box_real.sh
+
+test: setup      ## everything that needs no torch
+	$(PY) -m pytest -m "not torch"
+
+unit: setup      ## the quick part of it
+	$(PY) -m pytest -q -m "not torch and not slow and not e2e"
+
+torch: setup     ## live parity with transformers (Python 3.11: installs the CPU build of torch)
+	$(PY) -m pip install -q -c constraints-3.11.txt torch transformers
+	$(PY) -m pytest -m torch
+
+lint: setup      ## ruff, import rule, pyright
+	$(PY) -m pytest -q tests/house
+
+clean:           ## what the targets above made, runs/ excepted
+	rm -rf $(VENV) build dist *.egg-info sandbox/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
