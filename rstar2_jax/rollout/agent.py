@@ -10,8 +10,8 @@ as LOST, with the finished turns kept and a Fault reported; a fault inside one t
 
 Deliberately not here: grading, the choice among engines, repeated attempts at a lost turn, and history editing.
 
-Source: rStar2-Agent paper, multi-turn rollout with a Python environment. Deviations: seeds for each turn, replies for refused and malformed
-calls, and a turn that does not fit is left out as a whole.
+Source: rStar2-Agent paper, multi-turn rollout with a Python environment. Deviations: seeds for each turn, replies for
+refused and malformed calls, and a tool turn that does not fit is left out as a whole.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ only, never on the order in which episodes end.
 Deliberately not here: the choice of G out of 2G (algo/roc), storage of surplus groups (the caller's checkpoint), and
 scheduling over engines.
 
-Source: rStar2-Agent paper, oversampling in GRPO-RoC; dynamic sampling as in DAPO (arXiv 2503.14476), with bounded rounds.
+Source: rStar2-Agent paper, oversampling in GRPO-RoC; dynamic sampling as in DAPO (arXiv 2503.14476), with bounded
+rounds.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Deliberately not here: execution of any kind (the cluster's nodes do it), the wording of replies (data/chat), and state
 between calls: every call starts afresh.
 
-Source: rStar2-Agent paper, Python environment as a tool with standard input and output. The description's wording is ours.
+Source: rStar2-Agent paper, Python environment as a tool with standard input and output; the description's wording is
+ours.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def schema(name: str) -> dict[str, Any]:
         "function": {
             "name": name,
             "description": (
-                "Run a Python program and read what it prints. Each run starts afresh and keeps nothing of earlier ones."
+                "Run a Python program and read what it prints. Each run starts afresh and keeps nothing of the last."
             ),
             "parameters": {
                 "type": "object",
