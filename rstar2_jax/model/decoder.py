@@ -14,6 +14,7 @@ refused in hf.py.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from typing import Any
 
@@ -217,9 +218,15 @@ def _declare(settings: Model, key: jax.Array) -> Params:
     return variables["params"]
 
 
+@functools.lru_cache(maxsize=16)
+def _abstract(settings: Model) -> Params:
+    """Traced once for each model: the weight exchange asks at every step."""
+    return jax.eval_shape(lambda key: _declare(settings, key), jax.random.key(0))
+
+
 def abstract_params(settings: Model) -> Params:
     """The tree of the parameters with shapes and dtypes only."""
-    return jax.eval_shape(lambda key: _declare(settings, key), jax.random.key(0))
+    return jax.tree.map(lambda leaf: leaf, _abstract(settings))  # a tree of its own: the cached one stays untouched
 
 
 def init_params(settings: Model, key: jax.Array) -> Params:
