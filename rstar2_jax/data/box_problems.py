@@ -20,6 +20,7 @@ import numpy as np
 
 from rstar2_jax.data import sources
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """One problem with what a demonstration of it needs.

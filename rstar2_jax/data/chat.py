@@ -50,6 +50,7 @@ class Chat:
         tokenizer: the tokenizer.
         template_text: the template as text, for export.
         forced: text of the assistant turn that stands in the context already when sampling starts (`<reason>`).
+        thought_end: text that closes an empty thought after the forced prefix, for demonstrations without reasoning.
         end_ids: the end token of an assistant turn; appended with mask False when the model gave none.
         stop_ids: all ids at which the engine ends a turn.
     """
@@ -83,6 +84,8 @@ class Chat:
         self._template = compile_template(template_text)
         self._prompt_parts = self._split(self._render([self._user(_QUESTION)], True), [_QUESTION])
         self.forced = self._forced_text()
+        tag = re.fullmatch(r"\s*<(\w+)>\s*", self.forced)
+        self.thought_end = f"</{tag.group(1)}>\n" if tag else "<reason></reason>\n"
         self._end_text = self._end_token()
         end = tokenizer.encode(self._end_text)
         if len(end) != 1:
@@ -202,10 +205,9 @@ class Chat:
         return [i for n, piece in enumerate(pieces) for i in self.tokenizer.encode(piece, plain=n % 2 == 1)]
 
     def _thoughts(self) -> list[str]:
-        tag = re.fullmatch(r"\s*<(\w+)>\s*", self.forced)
-        if tag:
-            return [self.forced + "thought {}</" + tag.group(1) + ">\n"]
-        return [self.forced + "<reason>thought {}</reason>\n", self.forced + "<think>\nthought {}\n</think>\n\n"]
+        if self.forced:
+            return [self.forced + "thought {}" + self.thought_end]
+        return ["<reason>thought {}</reason>\n", "<think>\nthought {}\n</think>\n\n"]
 
 
 def compile_template(text: str) -> jinja2.Template:

@@ -231,7 +231,7 @@ def _arithmetic_value(expression: str) -> fractions.Fraction | None:
 def _aime_file(source: str) -> pathlib.Path:
     spec = importlib.util.find_spec("sgl_eval")
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"source {source!r} is read from the package sgl-eval, not installed here: pip install sgl-eval")
+        raise ValueError(f"source {source!r} comes from the package sgl-eval, not installed here: pip install sgl-eval")
     root = pathlib.Path(next(iter(spec.submodule_search_locations)))
     path = root / "_vendored" / "nemo_skills" / "dataset" / source / "test.txt"
     if not path.is_file():
@@ -255,7 +255,7 @@ def _hub_rows(name: str, side: Side) -> tuple[list[Mapping[str, Any]], bool]:
     try:
         datasets = importlib.import_module("datasets")
     except ModuleNotFoundError as error:
-        raise ValueError(f"hub data set {name!r}: pip install datasets, or give a path") from error
+        raise ValueError(f"hub data set {name!r}: pip install datasets or give a path") from error
     name, _, config = name.partition(":")
     splits = datasets.get_dataset_split_names(name, config or None)
     own = next((split for split in ("test", "validation") if split in splits), None)
