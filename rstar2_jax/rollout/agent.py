@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -173,8 +174,9 @@ async def run_episode(
         _LOG.warning("unexpected fault in episode turn %s", episode.rid, exc_info=error)
         episode.fault("unexpected", error, lost=True)
         stop_reason = StopReason.LOST
-    for fault in episode.faults if on_fault else ():
-        on_fault(fault)
+    if on_fault is not None:
+        for fault in episode.faults:
+            on_fault(fault)
     return Trajectory(
         prompt_id=prompt.id,
         prompt_ids=np.asarray(episode.prompt_ids, np.int32),
@@ -213,7 +215,7 @@ async def _generate(episode: _Episode) -> Generation:
     )
     episode.waiting_for = f"engine {episode.engine.caps.name!r}, request {request.rid}"
     generation = await _within(
-        episode.engine.generate(request),
+        functools.partial(episode.engine.generate, request),
         settings.deadline_s,
         f"{episode.waiting_for} (prompt {episode.prompt.id}, turn {len(episode.turns)})",
     )
@@ -264,7 +266,7 @@ async def _run_calls(episode: _Episode, calls: tuple[ToolCall, ...]) -> tuple[To
     outcomes = await asyncio.gather(
         *(
             _within(
-                episode.tools.run(call, key=_call_key(episode.rid, index, call)),
+                functools.partial(episode.tools.run, call, key=_call_key(episode.rid, index, call)),
                 episode.settings.deadline_s,
                 places[index] + where,
             )
@@ -317,11 +319,14 @@ def _without_end(token_ids: np.ndarray, end_ids: Sequence[int]) -> tuple[list[in
     return (ids[:-1] if ended else ids), ended
 
 
-async def _within(awaitable: Awaitable[_T], limit_s: float, waiting_for: str) -> _T:
-    """The awaited value, or DeadlineError that names it after `limit_s` seconds."""
+async def _within(begin: Callable[[], Awaitable[_T]], limit_s: float, waiting_for: str) -> _T:
+    """The awaited value, or DeadlineError that names it after `limit_s` seconds.
+
+    `begin` makes the awaitable, so that none is left unawaited where the wait is cancelled before it starts.
+    """
     try:
         async with asyncio.timeout(limit_s) as timeout:
-            return await awaitable
+            return await begin()
     except TimeoutError as error:
         if not timeout.expired():
             raise

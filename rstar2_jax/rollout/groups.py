@@ -34,7 +34,7 @@ from rstar2_jax.types import Prompt, Trajectory, Verdict
 _T = TypeVar("_T")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Group:
     """All episodes of one prompt, graded, in the order of their sample index. Plain values, so that it can be stored.
 
@@ -62,6 +62,11 @@ class Group:
                     f"group of prompt {self.prompt.id!r}: sample {trajectory.sample_index} of prompt "
                     f"{trajectory.prompt_id!r} has verdict {trajectory.verdict}; grade the prompt's own episodes first"
                 )
+
+    def __repr__(self) -> str:
+        # Short, because asyncio prints the value of a finished task when a loop closes.
+        outcomes = "".join("." if t.verdict is None else t.verdict.value[0] for t in self.trajectories)
+        return f"Group({self.prompt.id!r}: {outcomes})"
 
     @property
     def rewards(self) -> np.ndarray:
@@ -91,7 +96,7 @@ class Group:
         return len({tuple(row) for row in rows}) / max(1, len(rows))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Collection:
     """What one step's rollouts gave.
 
@@ -113,6 +118,10 @@ class Collection:
     faults: tuple[agent.Fault, ...]
     episodes: int
     unscored: int
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.groups)} groups, {len(self.surplus)} surplus, {len(self.rejected)} rejected"
+        return f"Collection({counts}, {self.unscored} of {self.episodes} episodes unscored)"
 
     @property
     def unscored_share(self) -> float:
