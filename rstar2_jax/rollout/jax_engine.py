@@ -1,0 +1,332 @@
+"""The embedded rollout engine: batched decoding with a KV cache on this process's own device.
+
+One worker thread owns all that is on the device; callers await futures. Between two device calls it takes in what has
+arrived: requests, cancellations, weights. Its turn is then one prefill call if a seated request needs one, else one
+decode call of up to `decode_steps` ids a row, which returns early when rows have ended whose places are wanted.
+
+New weights take effect between two calls. Requests in flight go on under them: all of their ids are prefilled again, so
+that no key or value of old weights is ever read, and every id carries the version that sampled it.
+
+Deliberately not here: paging, prefix sharing, several devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import operator
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rstar2_jax.model import decoder
+from rstar2_jax.rollout import device, slots
+from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Request
+from rstar2_jax.settings import Model
+from rstar2_jax.types import FinishReason
+from rstar2_jax.weights import fetch
+
+PREFILL_ROWS = 8  # rows of a prefill call: enough for full-speed matmuls, few enough to be filled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Stats:
+    """Counters since the engine was made: device calls, ids moved, decode steps (of the whole batch), busy seconds."""
+
+    prefill_calls: int = 0
+    prefilled_tokens: int = 0
+    decode_calls: int = 0
+    decode_steps: int = 0
+    sampled_tokens: int = 0
+    busy_s: float = 0.0
+
+
+class JaxEngine:
+    """A RolloutEngine on the first local device.
+
+    Args:
+        model: sizes of the decoder.
+        slots: rows of the decode batch, the same for the whole run.
+        context_tokens: longest prompt plus response of a request.
+        prefill_chunk_tokens: columns of a prefill call, the same for the whole run.
+        decode_steps: most ids a row samples in one device call; changes speed, never a sample.
+        name: of this replica, as trajectories report it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        slots: int,
+        context_tokens: int,
+        prefill_chunk_tokens: int,
+        decode_steps: int = 16,
+        name: str = "embedded",
+    ) -> None:
+        sizes = {"slots": slots, "prefill_chunk_tokens": prefill_chunk_tokens, "decode_steps": decode_steps}
+        for what, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{what} = {value}: must be above 0")
+        if not 2 <= context_tokens <= model.max_positions:
+            raise ValueError(f"context_tokens = {context_tokens}: must be 2 to max_positions = {model.max_positions}")
+        self._model, self._name = model, name
+        self._chunk, self._decode_steps = prefill_chunk_tokens, decode_steps
+        self._prefill_rows = min(slots, PREFILL_ROWS)
+        self._caps = Caps(
+            name=name, vocab_size=model.vocab_size, max_context_tokens=context_tokens, kv_tokens=slots * context_tokens
+        )
+        self._init_worker(slots)
+
+    def _init_worker(self, num_slots: int) -> None:
+        self._table = slots.SlotTable(num_slots)  # the worker's alone, as are params and cache
+        self._params: Any = None
+        self._cache: decoder.Cache | None = None
+        self._version = -1
+        self._stats = Stats()
+        self._changed = threading.Condition()  # guards the four below
+        self._arrived: list[slots.Job] = []
+        self._commands: list[tuple[Callable[[], Any], _Reply]] = []
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._update_lock = asyncio.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"engine-{self._name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def caps(self) -> Caps:
+        """What this engine can hold."""
+        return self._caps
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the weights that new ids are sampled from; -1 before the first update."""
+        return self._version
+
+    @property
+    def stats(self) -> Stats:
+        """Counters so far."""
+        return self._stats
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample one turn. Cancelling the awaiting task frees the row.
+
+        Raises:
+            ValueError: the request can never be served by this engine.
+            EngineError: the engine is closed, dead, without weights, or its weights give no finite number.
+        """
+        prompt_ids = self._checked(request)
+        if self._version < 0:
+            raise EngineError(f"{self._name} has no weights yet: call update_weights before request {request.rid}")
+        job = slots.Job(request=request, prompt_ids=prompt_ids, reply=_Reply())
+        self._submit(self._arrived, job)
+        try:
+            return await job.reply.future
+        except asyncio.CancelledError:
+            job.cancelled = True
+            raise
+
+    async def score(self, token_ids: Sequence[int]) -> np.ndarray:
+        """f32[n]: log-probability of each id given the ids before it, at temperature 1; the first is 0."""
+        ids = self._checked_ids(token_ids, "score")
+        if len(ids) > self._caps.max_context_tokens:
+            raise ValueError(f"{len(ids)} ids to score: the context holds {self._caps.max_context_tokens}")
+        if self._version < 0:
+            raise EngineError(f"{self._name} has no weights yet: call update_weights before score")
+        return await self._command(functools.partial(self._score, ids))
+
+    async def update_weights(self, root: str, version: int) -> None:
+        """Fetch a committed version and sample from it on; rows keep decoding with the old weights meanwhile.
+
+        Raises:
+            EngineError: it is absent or broken (the old weights stay), or the engine is closed or dead.
+        """
+        async with self._update_lock:
+            try:
+                params = await asyncio.to_thread(self._load, root, version)
+            except fetch.FetchError as error:
+                raise EngineError(f"{self._name} keeps weights {self._version}: {error}") from error
+            await self._command(functools.partial(self._swap, params, version))
+
+    async def close(self) -> None:
+        """End requests in flight with FinishReason.ABORT and what they have, then stop the worker."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join)
+        self._params = self._cache = None
+
+    def _checked_ids(self, token_ids: Sequence[int], what: str) -> np.ndarray:
+        ids = np.asarray(token_ids, np.int64)
+        if ids.ndim != 1 or not len(ids):
+            raise ValueError(f"{what}: needs at least one id")
+        if ids.min() < 0 or ids.max() >= self._caps.vocab_size:
+            bad = next(i for i in ids.tolist() if not 0 <= i < self._caps.vocab_size)
+            raise ValueError(f"{what}: id {bad} is outside the vocabulary of {self._caps.vocab_size}")
+        return ids.astype(np.int32)
+
+    def _checked(self, request: Request) -> np.ndarray:
+        ids, sampling = self._checked_ids(request.prompt_ids, f"request {request.rid}"), request.sampling
+        needed, held = len(ids) + sampling.max_new_tokens, self._caps.max_context_tokens
+        rules = [
+            (sampling.max_new_tokens > 0, f"max_new_tokens = {sampling.max_new_tokens} must be above 0"),
+            (needed <= held, f"prompt {len(ids)} + {sampling.max_new_tokens} new ids do not fit the context of {held}"),
+            (sampling.temperature >= 0, f"temperature = {sampling.temperature} must be 0 or more"),
+            (0 < sampling.top_p <= 1, f"top_p = {sampling.top_p} must be in (0, 1]"),
+            (sampling.top_k == -1 or sampling.top_k > 0, f"top_k = {sampling.top_k} must be above 0, or -1 for off"),
+            (0 <= request.seed < 2**64, f"seed = {request.seed} must be in [0, 2**64)"),
+            (
+                len(sampling.stop_ids) <= device.MAX_STOP_IDS,
+                f"{len(sampling.stop_ids)} stop ids: at most {device.MAX_STOP_IDS}",
+            ),
+        ]
+        for ok, complaint in rules:
+            if not ok:
+                raise ValueError(f"request {request.rid}: {complaint}")
+        return ids
+
+    def _submit(self, queue: list[Any], item: Any) -> None:
+        with self._changed:
+            if self._failure is not None:
+                raise EngineError(f"{self._name} is dead: {self._failure!r}") from self._failure
+            if self._closing:
+                raise EngineError(f"{self._name} is closed")
+            queue.append(item)
+            self._changed.notify()
+
+    async def _command(self, act: Callable[[], Any]) -> Any:
+        reply = _Reply()
+        self._submit(self._commands, (act, reply))
+        return await reply.future
+
+    def _load(self, root: str, version: int) -> Any:
+        params = device.resident(fetch.fetch(root, version, self._model), self._model)
+        return jax.block_until_ready(params)
+
+    # From here on: the worker thread.
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:  # the engine's boundary: whatever happened becomes a typed error for every caller
+            self._fail(error)
+
+    def _turn(self) -> bool:
+        """One round of the worker; False once the engine is closed."""
+        with self._changed:
+            while not (self._closing or self._commands or self._arrived or self._table.seated):
+                self._changed.wait()
+            commands, self._commands = self._commands, []
+            self._table.waiting.extend(self._arrived)
+            self._arrived.clear()
+            closing = self._closing
+        if closing:
+            self._abort([reply for _, reply in commands])
+            return False
+        for i, (act, reply) in enumerate(commands):
+            try:
+                reply.resolve(act())
+            except Exception:
+                with self._changed:
+                    self._commands = commands[i:] + self._commands  # so that _fail answers them too
+                raise
+        start = time.monotonic()
+        self._table.admit()
+        self._step()
+        self._count(busy_s=time.monotonic() - start)
+        return True
+
+    def _step(self) -> None:
+        batch = self._table.prefill_batch(self._prefill_rows, self._chunk)
+        if batch is not None:
+            self._cache = device.prefill(self._model, self._params, self._cache, *batch)
+            self._count(prefill_calls=1, prefilled_tokens=int((batch[2] >= 0).sum()))
+        elif self._table.seated:
+            self._decode()
+
+    def _decode(self) -> None:
+        table = self._table
+        leave_after = min(len(table.waiting), self._prefill_rows) or len(table.rows)
+        self._cache, ids, logprobs = device.decode(
+            self._model, self._params, self._cache, table.decode_rows(), np.int32(leave_after), self._decode_steps
+        )
+        ids, logprobs = np.asarray(ids), np.asarray(logprobs)
+        counts = (ids >= 0).sum(axis=1)
+        self._count(decode_calls=1, decode_steps=int(counts.max()), sampled_tokens=int(counts.sum()))
+        for job, finish_reason in table.record(ids, logprobs, self._version):
+            if np.all(np.isfinite(job.logprobs)):
+                job.reply.resolve(job.generation(finish_reason))
+            else:
+                rid = job.request.rid
+                job.reply.fail(EngineError(f"{self._name}: weights {self._version} give no finite number ({rid})"))
+
+    def _count(self, **more: float) -> None:
+        grown = {name: getattr(self._stats, name) + value for name, value in more.items()}
+        self._stats = dataclasses.replace(self._stats, **grown)
+
+    def _swap(self, params: Any, version: int) -> None:
+        self._params, self._version = params, version
+        self._cache = None  # freed before the new one is made
+        caps = self._caps
+        self._cache = decoder.init_cache(
+            self._model, len(self._table.rows), caps.max_context_tokens, self._model.compute_dtype
+        )
+        self._table.recompute()
+
+    def _score(self, ids: np.ndarray) -> np.ndarray:
+        cache = decoder.init_cache(self._model, 1, self._caps.max_context_tokens, self._model.compute_dtype)
+        out = np.zeros(len(ids), np.float32)
+        for start in range(0, len(ids) - 1, self._chunk):
+            stop = min(start + self._chunk, len(ids) - 1)
+            tokens, targets = np.zeros((2, 1, self._chunk), np.int32)
+            positions = np.full((1, self._chunk), -1, np.int32)
+            tokens[0, : stop - start], targets[0, : stop - start] = ids[start:stop], ids[start + 1 : stop + 1]
+            positions[0, : stop - start] = np.arange(start, stop)
+            cache, logprobs = device.score(self._model, self._params, cache, tokens, positions, targets)
+            out[start + 1 : stop + 1] = np.asarray(logprobs)[0, : stop - start]
+        return out
+
+    def _abort(self, replies: list[_Reply]) -> None:
+        for job in self._table.jobs():
+            job.reply.resolve(job.generation(FinishReason.ABORT))
+        for reply in replies:
+            reply.fail(EngineError(f"{self._name} was closed"))
+        self._table.clear()
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._failure = error
+            replies = [reply for _, reply in self._commands] + [job.reply for job in self._arrived]
+            self._commands, self._arrived = [], []
+        for reply in [*replies, *map(operator.attrgetter("reply"), self._table.jobs())]:
+            failure = EngineError(f"{self._name} died: {error!r}")
+            failure.__cause__ = error
+            reply.fail(failure)
+        self._table.clear()
+
+
+class _Reply:
+    """A future of the caller's event loop that the worker thread may settle."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self._loop.create_future()
+
+    def resolve(self, value: Any) -> None:
+        """Give the caller its value."""
+        self._settle(functools.partial(self.future.set_result, value))
+
+    def fail(self, error: EngineError) -> None:
+        """Raise in the caller."""
+        self._settle(functools.partial(self.future.set_exception, error))
+
+    def _settle(self, act: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(lambda: None if self.future.done() else act())
+        except RuntimeError:  # the caller's loop is closed: nobody waits any more
+            return
