@@ -23,7 +23,7 @@ unit: setup      ## the quick part of it
 	$(PY) -m pytest -q -m "not torch and not slow and not e2e"
 
 torch: setup     ## live parity with transformers (Python 3.11: installs the CPU build of torch)
-	$(PY) -m pip install -q -c constraints-3.11.txt torch transformers
+	$(PY) -m pip install -qq -c constraints-3.11.txt torch transformers
 	$(PY) -m pytest -m torch
 
 lint: setup      ## ruff, import rule, pyright

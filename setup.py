@@ -50,7 +50,7 @@ setuptools.setup(
     extras_require={
         "rocm": ROCM,
         "sglang": ["sglang"],
-        "eval": ["math-verify[antlr4_13_2]", "sympy", "reasoning-gym", "sgl-eval"],
+        "eval": ["math-verify[antlr4-13-2]", "sympy", "reasoning-gym", "sgl-eval"],
         "real": ["gguf", "reasoning-gym"],
         "dev": [
             "beartype",
