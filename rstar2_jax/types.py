@@ -193,6 +193,67 @@ class Trajectory:
         return sum(len(turn.token_ids) for turn in self.turns)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
+class Group:
+    """All episodes of one prompt, graded, in the order of their sample index. Plain values, so that it can be stored.
+
+    Args:
+        prompt: the problem.
+        trajectories: N graded episodes.
+        p_err, p_format: penalties of each, same order (see reward/quality).
+
+    Raises:
+        ValueError: the lengths differ, an episode has no verdict, or it belongs to another prompt.
+    """
+
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+    p_err: tuple[float, ...]
+    p_format: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        lengths = {"trajectories": len(self.trajectories), "p_err": len(self.p_err), "p_format": len(self.p_format)}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"group of prompt {self.prompt.id!r}: fields must have equal lengths, got {lengths}")
+        for trajectory in self.trajectories:
+            if trajectory.prompt_id != self.prompt.id or trajectory.verdict is None:
+                raise ValueError(
+                    f"group of prompt {self.prompt.id!r}: sample {trajectory.sample_index} of prompt "
+                    f"{trajectory.prompt_id!r} has verdict {trajectory.verdict}; grade the prompt's own episodes first"
+                )
+
+    def __repr__(self) -> str:
+        outcomes = "".join(t.verdict.value[0] for t in self.trajectories if t.verdict is not None)
+        return f"Group({self.prompt.id!r}: {outcomes})"
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """f32[N]: 1 where the verdict is correct, else 0; meaningless where `valid` is False."""
+        return np.asarray([t.verdict is Verdict.CORRECT for t in self.trajectories], np.float32)
+
+    @property
+    def valid(self) -> np.ndarray:
+        """bool[N]: False where the episode is unscored and so leaves every statistic."""
+        return np.asarray([t.verdict is not Verdict.UNSCORED for t in self.trajectories], bool)
+
+    @property
+    def penalties(self) -> np.ndarray:
+        """f32[N]: p_total = p_err + p_format."""
+        return np.asarray(self.p_err, np.float32) + np.asarray(self.p_format, np.float32)
+
+    @property
+    def is_live(self) -> bool:
+        """True when scored episodes of both outcomes are there, so that the group has a gradient."""
+        scored = self.rewards[self.valid]
+        return bool(scored.size) and bool(scored.min() != scored.max())
+
+    @property
+    def unique_frac(self) -> float:
+        """Distinct id sequences over episodes; below 1 on long answers means that seeds are not doing their work."""
+        rows = [[i for turn in t.turns for i in turn.token_ids.tolist()] for t in self.trajectories]
+        return len({tuple(row) for row in rows}) / max(1, len(rows))
+
+
 @flax.struct.dataclass
 class TrainBatch:
     """Rows for the learner, possibly packed: several sequences share a row, told apart by segment_ids (0 = padding).
