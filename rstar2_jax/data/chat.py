@@ -252,18 +252,35 @@ def tool_reply_text(
 
 def _reply_body(result: types.ToolResult, call: types.ToolCall) -> str:
     status = result.status
-    stdout, stderr = result.stdout.strip("\n"), result.stderr.strip("\n")
+    stdout, stderr = result.stdout.rstrip("\n"), result.stderr.rstrip("\n")
     if status is types.CallStatus.PARSE_ERROR:
-        return f"[Call not understood: {call.error or stderr or 'not a call'}]"
+        return f"[Call not understood: {call.error or stderr or 'no reason is known'}]"
     if status is types.CallStatus.UNKNOWN_TOOL:
-        return f"[Unknown tool: {call.name!r} is not on offer.]"
+        return f"[Unknown tool: {stderr or repr(call.name)}]"
     if status is types.CallStatus.NOT_EXECUTED:
-        return f"[Not executed: {stderr or 'too many calls in one turn.'}]"
+        return f"[Not executed: {stderr or 'too many calls in one turn'}]"
+    if status in (types.CallStatus.REJECTED, types.CallStatus.INFRA):
+        return _NOTICES[status]
     if status is types.CallStatus.OK:
         return _lines(stdout, stderr) or NO_OUTPUT
+    trace = _without_echo(stderr, str(call.arguments.get("code", "")))
     if status is types.CallStatus.ERROR:
-        return _lines(stdout, stderr or "[Error: the run ended with a non-zero exit status.]")
-    return _lines(stdout, stderr, _NOTICES[status])
+        return _lines(stdout, trace or "[Error: the run ended with a non-zero exit status.]")
+    return _lines(stdout, trace, _NOTICES[status])
+
+
+def _without_echo(trace: str, code: str) -> str:
+    """A traceback without its caret marks (they differ between Python versions) and, where the program is one line,
+    without the source line, which the model has just written."""
+    kept: list[str] = []
+    below_frame = 0
+    for line in trace.split("\n"):
+        is_source = below_frame == 1 and line.startswith("    ")
+        is_marks = below_frame == 2 and re.fullmatch(r" +[~^]+[ ~^]*", line) is not None
+        below_frame = 1 if re.match(r'  File "<tool>", line \d+', line) else below_frame + 1 if is_source else 0
+        if not is_marks and not (is_source and "\n" not in code.rstrip("\n")):
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def _lines(*texts: str) -> str:
@@ -280,8 +297,8 @@ def _fit(text: str, tokenizer: tokenizers.Tokenizer, max_tokens: int) -> str:
     room = max_tokens - _count(_marker(len(text)), tokenizer)
     if room <= 0:
         return _end_part(tail_source, tokenizer, max_tokens)
-    last_line = tail_source.rpartition("\n")[2]
-    tail = _end_part(tail_source, tokenizer, min(room, max(room // 2, _count(last_line, tokenizer))))
+    last_line = _count(tail_source.rpartition("\n")[2], tokenizer)
+    tail = _end_part(tail_source, tokenizer, max((room + 1) // 2, last_line if last_line <= room else 0))
     head_room = max(0, room - _count(tail, tokenizer))
     head = _start_part(head_source[: len(text) - len(tail)], tokenizer, head_room)
     while True:

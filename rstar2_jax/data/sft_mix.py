@@ -122,10 +122,7 @@ def mistaken_call(mistake: str, row: sources.Solved) -> Call:
         code, error = f"{setup}print({expression}", "SyntaxError: '(' was never closed"
     else:
         raise ValueError(f"mistake {mistake!r}: must be one of {', '.join(MISTAKES)}")
-    trace = _TRACE
-    if mistake == "missing_parenthesis":
-        caret = " " * len(f"{setup}print") + "^"
-        trace = f'  File "<tool>", line 1\n    {code}\n    {caret}\n'
+    trace = '  File "<tool>", line 1\n' if mistake == "missing_parenthesis" else _TRACE
     return Call(code=code, result=types.ToolResult(status=types.CallStatus.ERROR, stderr=f"{trace}{error}\n"))
 
 

@@ -85,7 +85,7 @@ def integer_text(answer: object) -> str | None:
     ['1234', '54', '54', None, '7']
     """
     text = str(answer).strip().replace("\N{MINUS SIGN}", "-").lstrip("$")
-    match = re.fullmatch(r"([+-]?)(\d+|\d{1,3}(?:,\d{3})+)(?:\.0*)?", text)
+    match = re.fullmatch(r"([+-]?)([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.0*)?", text)
     if match is None:
         return None
     digits = match.group(2).replace(",", "").lstrip("0") or "0"
