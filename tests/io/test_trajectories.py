@@ -147,7 +147,8 @@ def test_a_step_is_written_and_read_with_rocs_choice(tmp_path):
 
 def test_every_line_is_json_that_other_programs_can_read(tmp_path):
     path = trajectories.write_step(tmp_path, 0, _records())
-    header, first, second = (json.loads(line) for line in gzip.open(path, "rt", encoding="ascii"))
+    with gzip.open(path, "rt", encoding="ascii") as lines:
+        header, first, second = (json.loads(line) for line in lines)
     assert header == {"format": 1, "step": 0, "count": 2}
     assert first["prompt"]["answer"] == "6" and first["trajectory"]["turns"][0]["results"][0]["status"] == "ok"
     assert second["kept"] is False and second["advantage"] is None
