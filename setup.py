@@ -1,4 +1,4 @@
-"""The distribution rstar2-jax. gin/ travels in the wheel as rstar2_jax/configs, so that --gin_file works from anywhere."""
+"""The distribution rstar2-jax. gin/ travels in the wheel as rstar2_jax/configs: --gin_file works from anywhere."""
 
 import pathlib
 

@@ -147,7 +147,7 @@ class _Book:
         return value.target
 
     def bindings_of_settings(self) -> list[Binding]:
-        """Bindings of settings classes: checked first, since their module needs no JAX and their errors come at once."""
+        """Bindings of settings classes: checked first, as their module needs no JAX and mistakes show at once."""
         return [b for b in self.bindings if b.target and b.target.module == SETTINGS]
 
     def other_bindings(self) -> list[Binding]:

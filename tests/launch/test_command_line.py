@@ -63,7 +63,7 @@ def place(tmp_path):
 
 
 def command(place, *arguments, cwd="/", package=REPOSITORY):
-    """Runs `python -m rstar2_jax.launch` in `cwd`; the checkout is the only thing on the path besides the RUN module."""
+    """Runs `python -m rstar2_jax.launch` in `cwd`, with the checkout and the RUN module on the path."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     environment |= {"PYTHONPATH": f"{package}{os.pathsep}{place}", "XDG_CACHE_HOME": str(place / "cache")}
     line = [sys.executable, "-m", "rstar2_jax.launch", *arguments]
@@ -154,7 +154,7 @@ def test_help_shows_the_flags(place):
         ("--gin_bindings=settings.Learner.mesh=(1, 1", "cannot read"),
         ("--gin_bindings=settings.Run.keep_optimizer=false", "write settings.Run.keep_optimizer=False"),
         ("--gin_bindings=settings.Run.steps=60*5", "gin does no arithmetic"),
-        ("settings.Run.steps=5", "leftover argument 'settings.Run.steps=5': write --gin_bindings='settings.Run.steps=5'"),
+        ("Run.steps=5", "leftover argument 'Run.steps=5': write --gin_bindings='Run.steps=5'"),
         ("more.gin", "leftover argument 'more.gin': write --gin_file=more.gin"),
         ("--step=5", "unknown flag --step; nearest known name: steps"),
         ("--steps=five", "steps"),
