@@ -17,8 +17,9 @@ def advantages(
     """A_i = (r_i - mean) / (std + eps) over the kept rollouts of a group; one number for all tokens of a rollout.
 
     Exactly 0 for a group without spread (tested on max == min before anything is divided), for one with fewer than two
-    kept rollouts and at positions that are not kept. A reward that is not finite counts as not kept. The variance takes
-    two passes (deviations first), so that equal-looking rewards do not cancel; |A| <= sqrt(n - 1) for ddof 0.
+    kept rollouts and at positions that are not kept. A reward that is not finite counts as not kept. Rewards are taken
+    relative to the lowest and the variance takes two passes, so that near-equal rewards do not cancel: |A| stays within
+    sqrt(n - 1).
 
     Args:
         rewards: 0 or 1 (any finite number is taken).
@@ -34,13 +35,12 @@ def advantages(
     """
     rewards = jnp.asarray(rewards)
     scored = jnp.asarray(kept) & jnp.isfinite(rewards)
-    safe = jnp.where(scored, rewards, 0.0)
+    highest = jnp.where(scored, rewards, -jnp.inf).max(axis=-1, keepdims=True, initial=-jnp.inf)
+    lowest = jnp.where(scored, rewards, jnp.inf).min(axis=-1, keepdims=True, initial=jnp.inf)
     count = scored.sum(axis=-1, keepdims=True)
-    mean = safe.sum(axis=-1, keepdims=True) / jnp.maximum(count, 1)
-    deviation = jnp.where(scored, safe - mean, 0.0)
-    variance = jnp.square(deviation).sum(axis=-1, keepdims=True) / jnp.maximum(count - ddof, 1)
-    highest = jnp.where(scored, safe, -jnp.inf).max(axis=-1, keepdims=True, initial=-jnp.inf)
-    lowest = jnp.where(scored, safe, jnp.inf).min(axis=-1, keepdims=True, initial=jnp.inf)
     live = (count >= 2) & (highest > lowest)
-    spread = jnp.where(live, jnp.sqrt(variance) + eps, 1.0)
-    return jnp.where(live & scored, deviation / spread, 0.0)
+    above = jnp.where(live & scored, rewards - lowest, 0.0)
+    mean = above.sum(axis=-1, keepdims=True) / jnp.maximum(count, 1)
+    deviation = jnp.where(live & scored, above - mean, 0.0)
+    variance = jnp.square(deviation).sum(axis=-1, keepdims=True) / jnp.maximum(count - ddof, 1)
+    return deviation / jnp.where(live, jnp.sqrt(variance) + eps, 1.0)

@@ -65,38 +65,41 @@ def weights(penalties: Float[Any, "*axes"], p_floor: float) -> Float[Array, "*ax
     return 1.0 / (jnp.asarray(penalties) + p_floor)
 
 
-def _priority(key: jax.Array, penalties: jax.Array, how: settings.Roc) -> tuple[jax.Array, jax.Array]:
-    """Two sort keys f[N] of the positives, smallest first: penalty (greedy only), then a random one.
+def _ranks(first: jax.Array, second: jax.Array, same: jax.Array) -> jax.Array:
+    """i32[N]: how many of the columns j with same[i, j] come before i, by first, then second, then place.
 
-    The k smallest of -(log weight + Gumbel) are k draws without replacement with these weights (Gumbel top-k).
+    All pairs are compared: N is some dozens, and this compiles and runs faster than a sort.
     """
-    gumbel = jax.random.gumbel(key, penalties.shape)
-    if how.positives == "greedy":
-        return penalties, -gumbel
-    if how.positives == "uniform":
-        return jnp.zeros_like(penalties), -gumbel
-    return jnp.zeros_like(penalties), -(jnp.log(weights(penalties, how.p_floor)) + gumbel)
+    place = jnp.arange(first.shape[0])
+    by_place = place[None, :] < place[:, None]
+    by_second = (second[None, :] < second[:, None]) | ((second[None, :] == second[:, None]) & by_place)
+    before = (first[None, :] < first[:, None]) | ((first[None, :] == first[:, None]) & by_second)
+    return (same & before).sum(axis=1)
 
 
 def _resample_group(
     key: jax.Array, rewards: jax.Array, penalties: jax.Array, valid: jax.Array, group_size: int, how: settings.Roc
 ) -> tuple[jax.Array, jax.Array]:
-    """One prompt: (indices i32[G], kept bool[G])."""
+    """One prompt: (indices i32[G], kept bool[G]).
+
+    The k smallest of -(log weight + Gumbel) are k draws without replacement with these weights (Gumbel top-k). A column
+    belongs to one class, so one noise vector serves both.
+    """
     scored = valid & jnp.isfinite(rewards)
     positive = scored & (rewards > 0.5)
-    negative = scored & ~positive
-    take_pos = num_positives(positive.sum(), negative.sum(), group_size, how.min_class)
-    take_neg = jnp.minimum(group_size, scored.sum()) - take_pos
-    key_pos, key_neg = jax.random.split(key)
-    first, second = _priority(key_pos, penalties, how)
-    order_pos = jnp.lexsort((second, first, ~positive))
-    order_neg = jnp.lexsort((jax.random.gumbel(key_neg, rewards.shape), ~negative))
-    rank = jnp.arange(rewards.shape[0])
-    chosen = jnp.zeros_like(scored).at[order_pos].max(rank < take_pos).at[order_neg].max(rank < take_neg)
-    indices = jnp.argsort(~chosen, stable=True)[:group_size].astype(jnp.int32)
-    kept = chosen[indices]
-    missing = group_size - indices.shape[0]
-    return jnp.pad(indices, (0, missing)), jnp.pad(kept, (0, missing))
+    penalties = jnp.where(positive, jnp.where(jnp.isnan(penalties), jnp.inf, penalties), 0.0)
+    noise = -jax.random.gumbel(key, rewards.shape)
+    first = penalties if how.positives == "greedy" else jnp.zeros_like(penalties)
+    second = noise - jnp.log(weights(penalties, how.p_floor)) if how.positives == "inverse" else noise
+    rank = _ranks(first, second, scored[None, :] & (positive[None, :] == positive[:, None]))
+    total, num_pos = scored.sum(), positive.sum()
+    take_pos = num_positives(num_pos, total - num_pos, group_size, how.min_class)
+    take_neg = jnp.minimum(group_size, total) - take_pos
+    chosen = scored & (rank < jnp.where(positive, take_pos, take_neg))
+    slot = jnp.where(chosen, jnp.cumsum(chosen) - 1, group_size)
+    columns = jnp.arange(rewards.shape[0], dtype=jnp.int32)
+    indices = jnp.zeros(group_size, jnp.int32).at[slot].set(columns, mode="drop")
+    return indices, jnp.arange(group_size) < chosen.sum()
 
 
 def resample(
@@ -126,7 +129,7 @@ def resample(
         settings: positives, min_class, p_floor.
 
     Returns:
-        indices: columns of the input, ascending where kept; a column with kept False is padding to be ignored.
+        indices: columns of the input, ascending where kept; 0, to be ignored, where not.
         kept: min(G, N) True in each row, first.
 
     Source: paper, GRPO-RoC; deviation: selection by Gumbel top-k, which draws from the same distribution as one
