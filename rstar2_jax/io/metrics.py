@@ -22,12 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tensorboardX.proto import event_pb2, summary_pb2
+import tensorboardX.proto.event_pb2
+import tensorboardX.proto.summary_pb2
 from tensorboardX.record_writer import RecordWriter
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 NONFINITE = "metrics/nonfinite_count"
+
+# Protocol buffer classes are made when their module is imported, so type checkers do not see them.
+_EVENTS: Any = tensorboardX.proto.event_pb2
+_SUMMARIES: Any = tensorboardX.proto.summary_pb2
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*(/[A-Za-z0-9_.\-]+)+")
 
@@ -104,7 +109,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """
     lines, _ = _parse(Path(workdir) / METRICS_FILE)
     names = {name: None for line in lines for name in line if name != "step"}
-    columns = {"step": np.array([line["step"] for line in lines], np.int64)}
+    columns: dict[str, np.ndarray] = {"step": np.array([line["step"] for line in lines], np.int64)}
     for name in names:
         values = [line.get(name) for line in lines]
         columns[name] = np.array([math.nan if value is None else value for value in values], np.float64)
@@ -122,18 +127,20 @@ class _Board:
         folder.mkdir(parents=True, exist_ok=True)
         seconds, nanoseconds = divmod(time.time_ns(), 10**9)
         self._records = RecordWriter(str(folder / f"events.out.tfevents.{seconds}.{nanoseconds:09d}"))
-        self._put(event_pb2.Event(file_version="brain.Event:2"))
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._put(event_pb2.Event(step=start_step, session_log=start))  # hides these steps of earlier files
+        self._put(_EVENTS.Event(file_version="brain.Event:2"))
+        start = _EVENTS.SessionLog(status=_EVENTS.SessionLog.START)
+        self._put(_EVENTS.Event(step=start_step, session_log=start))  # hides these steps of earlier files
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        values = [summary_pb2.Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
-        self._put(event_pb2.Event(step=step, summary=summary_pb2.Summary(value=values)))
+        """Add the numbers of one step as one event."""
+        values = [_SUMMARIES.Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
+        self._put(_EVENTS.Event(step=step, summary=_SUMMARIES.Summary(value=values)))
 
     def close(self) -> None:
+        """Close the file."""
         self._records.close()
 
-    def _put(self, event: event_pb2.Event) -> None:
+    def _put(self, event: Any) -> None:
         event.wall_time = time.time()
         self._records.write(event.SerializeToString())
         self._records.flush()

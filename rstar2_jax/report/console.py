@@ -67,6 +67,7 @@ class _Column:
     form: Callable[[float, int], str]
 
     def cell(self, metrics: Mapping[str, Any]) -> str:
+        """The metric as text, right-aligned in the width of the column."""
         value = _value(metrics, self.metric)
         text = "-" if value is None else self.form(value, self.width)
         return text.rjust(self.width)
@@ -126,9 +127,9 @@ class Console:
         file: IO[str] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        file = file or sys.stdout
+        out: IO[str] = sys.stdout if file is None else file
         self._out = rich.console.Console(
-            file=file, force_terminal=file.isatty(), highlight=False, markup=False, emoji=False
+            file=out, force_terminal=out.isatty(), highlight=False, markup=False, emoji=False
         )
         self._now, self._title, self._row_every = now, title, row_every
         self._start = self._stage_start = self._said = now()
@@ -269,6 +270,7 @@ class _Bar:
         self._marks: collections.deque[tuple[float, int]] = collections.deque([(now, done)], maxlen=20)
 
     def update(self, done: int, total: int, now: float) -> None:
+        """Note that done of total is reached."""
         self.done, self.total = done, total
         if done > self._marks[-1][1]:
             self._marks.append((now, done))
@@ -284,16 +286,19 @@ class _Bar:
         return None if not rate else max(0.0, (self.total - self.done) / rate - (now - self._marks[-1][0]))
 
     def rate_text(self) -> str:
+        """The rate, or seconds for each when it is below one a second; empty without a rate."""
         rate = self.rate()
         if not rate:
             return ""
         return f"{rate:.1f}/s" if rate >= 1 else f"{1 / rate:.1f} s each"
 
     def left_text(self, now: float) -> str:
+        """The time left; empty without a rate."""
         left = self.left_s(now)
         return "" if left is None else f"{_time(left)} left"
 
     def text(self, now: float) -> str:
+        """All of it in one line."""
         parts = (f"{self.name} {self.done}/{self.total}", self.rate_text(), self.left_text(now))
         return ", ".join(part for part in parts if part)
 

@@ -65,6 +65,7 @@ def read_files(runs: Path) -> Files:
     missing: list[str] = []
 
     def found(path: Path) -> bool:
+        """True when the path exists; otherwise it is noted as missing."""
         if not path.exists():
             missing.append(str(path.relative_to(runs)))
         return path.exists()
@@ -137,7 +138,7 @@ def summarise(files: Files) -> dict[str, Any]:
 
 def table(result: Mapping[str, Any]) -> str:
     """The result as a page of text for a person."""
-    rows = [("on fresh problems", "after SFT", "after RL", "")]
+    rows: list[tuple[str, ...]] = [("on fresh problems", "after SFT", "after RL", "")]
     for kind, title in (("trained", "accuracy, trained families"), ("held_out", "accuracy, held-out families")):
         cells = result["accuracy"][kind]
         rows.append((title, *(_accuracy_text(cells[m]) for m in _MOMENTS), _n_text(cells)))
@@ -247,8 +248,9 @@ def _points(result: Mapping[str, Any]) -> list[curves.Point]:
         for moment in _MOMENTS:
             cell = result["accuracy"][kind][moment]
             if cell is not None and cell["accuracy"] is not None:
+                low, high = cell["ci95"]
                 at_end = moment == "after_rl"
-                points.append(curves.Point("rollout/reward_mean", at_end, cell["accuracy"], *cell["ci95"], label))
+                points.append(curves.Point("rollout/reward_mean", at_end, cell["accuracy"], low, high, label))
     return points
 
 
