@@ -1,0 +1,107 @@
+"""Command line: `python -m rstar2_sandbox master | worker | doctor`. The one place that reads the environment."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+
+from rstar2_sandbox import executor, jail, master, supervise, worker
+
+URL_VARIABLE = "RSTAR2_SANDBOX_REDIS_URL"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a role; return the exit code."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="sandbox %(levelname)s %(message)s")
+    try:
+        return arguments.role(arguments)
+    except (ValueError, OSError, executor.SlotError) as error:
+        print(f"rstar2_sandbox: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m rstar2_sandbox", description=__doc__)
+    roles = parser.add_subparsers(required=True, metavar="role")
+    at_master = roles.add_parser("master", help="use or start a Redis, and return the calls of dead nodes to the queue")
+    at_master.add_argument("--port", type=int, default=6379, help="port of the Redis that is started")
+    at_master.add_argument("--bind", default="127.0.0.1", help="address it listens on")
+    at_master.set_defaults(role=_master)
+    node = roles.add_parser("worker", help="run a node")
+    _node_options(node)
+    node.set_defaults(role=_worker)
+    doctor = roles.add_parser("doctor", help="say what this machine offers: isolation, Redis, calls a second")
+    _node_options(doctor)
+    doctor.set_defaults(role=_doctor)
+    inner = roles.add_parser("supervise", help="used by rstar2_sandbox.local")
+    inner.add_argument("folder")
+    inner.add_argument("options", nargs=argparse.REMAINDER)
+    inner.set_defaults(role=lambda arguments: supervise.Supervisor(arguments.folder, arguments.options).run())
+    return parser
+
+
+def _node_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--slots", type=int, default=os.cpu_count() or 1, help="executions at once")
+    parser.add_argument("--verify_slots", type=int, default=1, help="verifications at once that need a process")
+    parser.add_argument("--isolation", default="auto", help=f"auto or one of {', '.join(jail.TIERS)}")
+    parser.add_argument("--min_isolation", default=jail.PLAIN, help="weakest tier that auto may take")
+    parser.add_argument("--uid_base", type=int, default=0, help="first host user id for the slots (as root)")
+    parser.add_argument("--python", default="", help="interpreter that programs run on")
+    parser.add_argument("--name", default="", help="unique name of the node, kept over restarts")
+
+
+def _settings(arguments: argparse.Namespace) -> executor.Settings:
+    return executor.Settings(
+        isolation=arguments.isolation,
+        min_isolation=arguments.min_isolation,
+        uid_base=arguments.uid_base or 1_000_000 + os.getpid() % 65536 * 4096,
+        python=arguments.python,
+    )
+
+
+def _url() -> str:
+    url = os.environ.get(URL_VARIABLE, "")
+    if not url:
+        raise ValueError(f"{URL_VARIABLE} is not set: give the address of the cluster's Redis in it, password included")
+    return url
+
+
+def _master(arguments: argparse.Namespace) -> int:
+    url, process = os.environ.get(URL_VARIABLE, ""), None
+    if not url:
+        raise ValueError(f"{URL_VARIABLE} is not set")
+    try:
+        asyncio.run(master.serve(url))
+    finally:
+        if process is not None:
+            process.kill()
+    return 0
+
+
+def _worker(arguments: argparse.Namespace) -> int:
+    node = worker.Node(
+        _url(),
+        slots=arguments.slots,
+        settings=_settings(arguments),
+        name=arguments.name,
+        verify_slots=arguments.verify_slots,
+    )
+    asyncio.run(node.run(lambda tier: print(json.dumps({"tier": tier}), flush=True)))
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from rstar2_sandbox import doctor
+
+    return asyncio.run(doctor.report(arguments.slots, _settings(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

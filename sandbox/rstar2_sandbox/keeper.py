@@ -1,0 +1,199 @@
+"""A slot keeper: lives in the slot's jail, forks one child for each call, and proves the slot empty afterwards.
+
+It never runs a program and never sees one: it receives descriptors and limits, hands them to the child, and tells the
+parent what the kernel said. The parent keeps the clock and asks for the kill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import time
+from typing import NoReturn
+
+from rstar2_sandbox import jail, jail_child, linux
+
+REQUEST = struct.Struct("<cQQQQQ")
+REPLY = struct.Struct("<QiddQdII")
+RUN, GRADE, KILL = b"R", b"G", b"K"
+
+
+class Keeper:
+    """The loop of one keeper.
+
+    Args:
+        control: sequenced-packet socket to the parent.
+        tier: one of jail.TIERS.
+        child_uid: user id that children take, or None to keep the own one.
+        folders: writable folders, wiped after each call; the first is the working folder.
+        keep: names in the folders that belong to the jail itself.
+    """
+
+    def __init__(
+        self, control: socket.socket, tier: str, child_uid: int | None, folders: list[str], keep: frozenset[str]
+    ) -> None:
+        self.control = control
+        self.tier = tier
+        self.child_uid = child_uid
+        self.folders = folders
+        self.keep = keep
+        self.baseline = self._usage()
+        self.memory_bytes = _address_space_bytes()
+        # Held open: landlock closes /proc in the tier that needs it.
+        self.children = open(f"/proc/self/task/{os.getpid()}/children") if tier == jail.PLAIN else None
+
+    def serve(self) -> NoReturn:
+        """Run calls until the parent is gone."""
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        while True:
+            message, fds, _, _ = socket.recv_fds(self.control, 256, 4)
+            if not message:
+                os._exit(0)
+            kind, serial, *limits = REQUEST.unpack(message)
+            if kind != KILL:
+                self.control.send(self._call(kind, serial, limits, fds))
+
+    def _call(self, kind: bytes, serial: int, limits: list[int], fds: list[int]) -> bytes:
+        started = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            self._child(kind, limits, fds)
+        for fd in fds:
+            os.close(fd)
+        self._watch(pid, serial)
+        _, status, usage = os.wait4(pid, 0)
+        run_s = time.monotonic() - started
+        strays = self._empty_slot()
+        clean = self._clean()
+        return REPLY.pack(
+            serial, status, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024, run_s, strays, int(clean)
+        )
+
+    def _watch(self, pid: int, serial: int) -> None:
+        """Return when the leader has ended; kill everything when the parent says so or is gone."""
+        leader = os.pidfd_open(pid)
+        poller = select.poll()
+        poller.register(leader, select.POLLIN)
+        poller.register(self.control, select.POLLIN)
+        while True:
+            ready = [fd for fd, _ in poller.poll()]
+            if leader in ready:
+                break
+            message = self.control.recv(256)
+            if not message:
+                os.kill(pid, signal.SIGKILL)
+                self._empty_slot()
+                os._exit(0)
+            if REQUEST.unpack(message)[:2] == (KILL, serial):
+                os.kill(pid, signal.SIGKILL)
+        os.close(leader)
+
+    def _child(self, kind: bytes, limits: list[int], fds: list[int]) -> NoReturn:
+        code = 1
+        try:
+            self._become_child(limits, fds)
+            source = _read_all(3)
+            os.close(3)
+            if kind == GRADE:
+                from rstar2_sandbox import grade_child
+
+                code = grade_child.run(source)
+            else:
+                code = jail_child.run(source)
+        finally:
+            os._exit(code)
+
+    def _become_child(self, limits: list[int], fds: list[int]) -> None:
+        source, stdin, stdout, stderr = fds
+        for fd, place in ((stdin, 0), (stdout, 1), (stderr, 2), (source, 3)):
+            os.dup2(fd, place)
+        os.closerange(4, 65536)
+        os.setsid()
+        cpu_s, memory_bytes, file_bytes, processes = limits
+        for name, limit in (
+            (resource.RLIMIT_CPU, cpu_s),
+            (resource.RLIMIT_AS, self.memory_bytes + memory_bytes),
+            (resource.RLIMIT_FSIZE, file_bytes),
+        ):
+            resource.setrlimit(name, (limit, limit))
+        if self.child_uid is not None:
+            resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
+            os.setresgid(self.child_uid, self.child_uid, self.child_uid)
+            os.setresuid(self.child_uid, self.child_uid, self.child_uid)
+            linux.prctl(linux.PR_SET_DUMPABLE, 1)
+        elif self.tier == jail.NAMESPACES:
+            # One id in the namespace: the limit counts there alone, and for the keeper too.
+            resource.setrlimit(resource.RLIMIT_NPROC, (processes + 1, processes + 1))
+            linux.drop_capabilities()
+        if self.tier != jail.NAMESPACES:
+            linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+            abi = linux.landlock_abi()
+            if abi >= 6:
+                linux.landlock([], [], abi)
+        os.chdir(self.folders[0])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _empty_slot(self) -> int:
+        """Kill and reap until the kernel says that no child is left; return how many strays there were."""
+        strays = 0
+        while True:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    self._kill_strays()
+                    pid, _ = os.waitpid(-1, 0)
+                strays += 1
+            except ChildProcessError:
+                return strays
+
+    def _kill_strays(self) -> None:
+        if self.tier == jail.NAMESPACES:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        elif self.child_uid is not None:
+            pid = os.fork()
+            if pid == 0:
+                os.setresuid(self.child_uid, self.child_uid, self.child_uid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(-1, signal.SIGKILL)
+                os._exit(0)
+            os.waitpid(pid, 0)
+        elif self.children is not None:
+            self.children.seek(0)
+            for pid in self.children.read().split():
+                os.kill(int(pid), signal.SIGKILL)
+
+    def _usage(self) -> tuple[int, int]:
+        if self.tier == jail.NAMESPACES:
+            stat = os.statvfs(self.folders[0])
+            return stat.f_bfree, stat.f_ffree
+        return 0, sum(len(os.listdir(folder)) for folder in self.folders)
+
+    def _clean(self) -> bool:
+        """Wipe the writable folders if anything is in them; True when they are as they were at first."""
+        if self._usage() == self.baseline:
+            return True
+        try:
+            for folder in self.folders:
+                jail.wipe(folder, self.keep)
+        except OSError:
+            return False
+        return self._usage() == self.baseline
+
+
+def _read_all(fd: int) -> bytes:
+    size = os.fstat(fd).st_size
+    return os.pread(fd, size, 0)
+
+
+def _address_space_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()

@@ -1,0 +1,262 @@
+"""The values that travel between client and node, their limits and their JSON form. Pure: no clock, no I/O.
+
+Deliberately not here: what a call does (jail_child), how it is judged (verify) and any Redis key (keys).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping
+from typing import Any
+
+MAX_CODE_BYTES = 2**20
+MAX_STDIN_BYTES = 2**20
+MAX_TEXT_BYTES = 4 * 2**20
+MAX_KEY_CHARS = 200
+BATCH_CALLS = 64
+RESULT_TTL_S = 900
+INFRA_TTL_S = 10
+MAX_DELIVERIES = 3
+
+
+class Status(enum.StrEnum):
+    """What became of one execution. INFRA and REJECTED are ours; every other status but OK is the code's own fault."""
+
+    OK = "ok"
+    ERROR = "error"
+    TIMEOUT_WALL = "timeout_wall"
+    TIMEOUT_CPU = "timeout_cpu"
+    OOM = "oom"
+    OUTPUT_LIMIT = "output_limit"
+    KILLED = "killed"
+    REJECTED = "rejected"
+    INFRA = "infra"
+
+
+class Verdict(enum.StrEnum):
+    """What grading said. INFRA is a fault of ours and never a reward."""
+
+    CORRECT = "correct"
+    WRONG = "wrong"
+    INFRA = "infra"
+
+
+class ProtocolError(ValueError):
+    """A message that cannot be read: it is answered, never obeyed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What one execution may use.
+
+    Args:
+        wall_s: seconds from the moment it starts to run.
+        queue_s: seconds it may wait before it starts.
+        cpu_s: CPU seconds of one process; 0 means the wall limit rounded up, plus one.
+        memory_bytes: address space on top of the warm interpreter's.
+        output_bytes: kept of stdout and of stderr, head and tail; the rest is counted.
+        file_bytes: size of one file written.
+        processes: processes and threads at once.
+    """
+
+    wall_s: float = 5.0
+    queue_s: float = 120.0
+    cpu_s: int = 0
+    memory_bytes: int = 512 * 2**20
+    output_bytes: int = 64 * 2**10
+    file_bytes: int = 64 * 2**20
+    processes: int = 32
+
+    def __post_init__(self) -> None:
+        for field in ("wall_s", "queue_s", "memory_bytes", "output_bytes", "file_bytes", "processes"):
+            if not 0 < getattr(self, field) < 2**53:
+                raise ValueError(f"Limits.{field} = {getattr(self, field)!r}: must be above 0 and below 2**53")
+        if not 0 <= self.cpu_s < 2**31:
+            raise ValueError(f"Limits.cpu_s = {self.cpu_s!r}: must be 0 (derived from wall_s) or a count of seconds")
+
+    @property
+    def effective_cpu_s(self) -> int:
+        """CPU seconds that the kernel enforces."""
+        return self.cpu_s or int(self.wall_s) + 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """One program to run.
+
+    Args:
+        code: Python source.
+        stdin: text given on standard input; empty means end of file at once.
+        key: idempotency key: the same key in the same run is executed once. Empty: a fresh one.
+        limits: see Limits.
+        deadline_s: seconds that the caller waits altogether; 0 means queue limit plus run limit plus a grace.
+
+    Raises:
+        ValueError: a field is too large or out of its range.
+    """
+
+    code: str
+    stdin: str = ""
+    key: str = ""
+    limits: Limits = Limits()
+    deadline_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_bytes("code", self.code, MAX_CODE_BYTES)
+        _check_bytes("stdin", self.stdin, MAX_STDIN_BYTES)
+        _check_key(self.key)
+        if not 0 <= self.deadline_s < 2**31:
+            raise ValueError(f"deadline_s = {self.deadline_s!r}: must be 0 (derived from the limits) or seconds")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What one execution gave.
+
+    Args:
+        status: see Status.
+        stdout, stderr: captured text; of long output the head and the tail, with a line that counts what is left out.
+        exit_code: of the program, or None when it did not exit by itself.
+        signal: name of the signal that ended it, or "".
+        queue_s: seconds between the caller's call and the start of the run.
+        run_s: seconds of wall time it ran; cpu_s: CPU seconds it used.
+        tier: isolation that it ran under.
+        detail: for REJECTED and INFRA: what happened, in one line.
+    """
+
+    status: Status
+    stdout: str = ""
+    stderr: str = ""
+    exit_code: int | None = None
+    signal: str = ""
+    queue_s: float = 0.0
+    run_s: float = 0.0
+    cpu_s: float = 0.0
+    tier: str = ""
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """What grading one final turn gave.
+
+    Args:
+        verdict: see Verdict.
+        answer: the text that was found in the answer's box, or None.
+        reason: why, in a word or two.
+        exact: what the exact rules said: True, False, or None when they could not decide.
+        library: the second opinion, or None when it was not asked, not there, or gave none.
+        rules: version of the rules and hash of their vectors.
+        run_s: seconds that grading took.
+    """
+
+    verdict: Verdict
+    answer: str | None = None
+    reason: str = ""
+    exact: bool | None = None
+    library: bool | None = None
+    rules: str = ""
+    run_s: float = 0.0
+
+    @property
+    def disagree(self) -> bool:
+        """True when the exact rules and the library both decided, and differently."""
+        return self.exact is not None and self.library is not None and self.exact != self.library
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """An envelope in the queue: what to do, for whom, and until when.
+
+    Args:
+        run: name of the run; key: idempotency key inside it; epoch: see keys.epoch.
+        lane: one of keys.LANES.
+        reply: channel that the result is announced on.
+        expires: Redis server time in seconds after which starting it is pointless.
+        body: fields of the Execution, or text and gold of a verification.
+        deliveries: how often it was handed to a node that died with it.
+    """
+
+    run: str
+    key: str
+    epoch: int
+    lane: str
+    reply: str
+    expires: float
+    body: Mapping[str, Any]
+    deliveries: int = 0
+
+
+def _check_bytes(name: str, text: str, limit: int) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be text, got {type(text).__name__}")
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > limit:
+        raise ValueError(f"{name} has {size} bytes, the limit is {limit}: shorten it")
+
+
+def _check_key(key: str) -> None:
+    if len(key) > MAX_KEY_CHARS:
+        raise ValueError(f"key has {len(key)} characters, the limit is {MAX_KEY_CHARS}: hash it first")
+
+
+def check_verification(text: str, gold: str, key: str) -> None:
+    """Raise ValueError when a verification cannot be sent."""
+    _check_bytes("text", text, MAX_TEXT_BYTES)
+    _check_bytes("gold", gold, MAX_CODE_BYTES)
+    _check_key(key)
+
+
+def execution_body(execution: Execution) -> dict[str, Any]:
+    """The part of an Execution that the node needs."""
+    return {"code": execution.code, "stdin": execution.stdin, "limits": dataclasses.asdict(execution.limits)}
+
+
+def execution_from_body(body: Mapping[str, Any], key: str) -> Execution:
+    """Inverse of execution_body. Raises ProtocolError naming what is wrong."""
+    try:
+        return Execution(code=body["code"], stdin=body["stdin"], key=key, limits=Limits(**body["limits"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"not an execution: {type(error).__name__}: {error}") from error
+
+
+def encode_calls(calls: list[Call]) -> str:
+    """One stream entry. ASCII JSON: any text survives, lone surrogates included."""
+    rows = [[c.run, c.key, c.epoch, c.lane, c.reply, c.expires, c.body, c.deliveries] for c in calls]
+    return json.dumps(rows, separators=(",", ":"))
+
+
+def decode_calls(payload: str | bytes) -> list[Call]:
+    """Inverse of encode_calls. Raises ProtocolError naming what is wrong."""
+    names = ("run", "key", "epoch", "lane", "reply", "expires", "body", "deliveries")
+    try:
+        rows = json.loads(payload)
+        calls = [Call(**dict(zip(names, row, strict=True))) for row in rows]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a batch of calls: {type(error).__name__}: {error}") from error
+    for call in calls:
+        texts = (call.run, call.key, call.lane, call.reply)
+        if not all(isinstance(text, str) for text in texts) or not isinstance(call.body, dict):
+            raise ProtocolError(f"not a call: {texts!r}")
+        if not all(isinstance(n, int | float) for n in (call.epoch, call.expires, call.deliveries)):
+            raise ProtocolError(f"a call's numbers are not numbers: {call.key!r}")
+    return calls
+
+
+def encode_result(key: str, result: Outcome | Verification) -> str:
+    """A finished call as ASCII JSON, with its key in front."""
+    kind = "o" if isinstance(result, Outcome) else "v"
+    return json.dumps([key, kind, dataclasses.asdict(result)], separators=(",", ":"))
+
+
+def decode_result(payload: str | bytes) -> tuple[str, Outcome | Verification]:
+    """Inverse of encode_result. Raises ProtocolError naming what is wrong."""
+    try:
+        key, kind, fields = json.loads(payload)
+        if kind == "o":
+            return key, Outcome(**(fields | {"status": Status(fields["status"])}))
+        return key, Verification(**(fields | {"verdict": Verdict(fields["verdict"])}))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a result: {type(error).__name__}: {error}") from error

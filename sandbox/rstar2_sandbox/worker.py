@@ -1,0 +1,307 @@
+"""A node: takes calls from the queue as its slots become free, and answers each one as it finishes.
+
+The stream's consumer group gives each entry to one node; the node's heartbeat is its lease on it. A call is answered
+once: the first result under its key stands, and whoever submitted it again hears that one.
+
+Deliberately not here: how a program is confined (executor, keeper, jail) and how an answer is judged (verify).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import json
+import logging
+import os
+import signal
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+
+from rstar2_sandbox import executor, keys, protocol, verify
+from rstar2_sandbox.client import LOST, connect
+from rstar2_sandbox.master import Reaper, infra_result
+from rstar2_sandbox.protocol import Call, Outcome, Status, Verification
+
+BEAT_S, LEASE_S = 1.0, 3.0
+BLOCK_MS = 1000
+
+# ARGV: JSON [[result key, payload, ttl, [channels]], ...] and JSON [[stream, entry id], ...].
+_FINISH = """
+for _, row in ipairs(cjson.decode(ARGV[1])) do
+  local payload = row[2]
+  if not redis.call('SET', row[1], payload, 'NX', 'EX', row[3]) then
+    payload = redis.call('GET', row[1]) or payload
+  end
+  for _, channel in ipairs(row[4]) do redis.call('PUBLISH', channel, payload) end
+end
+for _, row in ipairs(cjson.decode(ARGV[2])) do
+  redis.pcall('XACK', row[1], ARGV[3], row[2])
+  redis.call('XDEL', row[1], row[2])
+end
+"""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class _Entry:
+    """A stream entry that this node holds, and how many of its calls are unanswered."""
+
+    stream: str
+    id: str
+    left: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Lane:
+    """Calls of one kind that this node holds but has not started, and the slots that take them."""
+
+    name: str
+    slots: list[executor.Slot]
+    run: Callable[[executor.Slot, Call], Awaitable[Outcome | Verification]]
+    backlog: collections.deque[Call]
+    busy: int = 0
+    work: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    room: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    @property
+    def free(self) -> int:
+        return len(self.slots) - self.busy - len(self.backlog)
+
+
+class Node:
+    """One worker node.
+
+    Args:
+        redis_url: address of the queue; the jailed children never learn it.
+        slots: executions at once; verification has slots of its own.
+        settings: isolation.
+        name: unique name of the node; a restarted node with the same name frees what its predecessor held. Empty: a
+            fresh one.
+    """
+
+    def __init__(
+        self, redis_url: str, *, slots: int, settings: executor.Settings, name: str = "", verify_slots: int = 1
+    ) -> None:
+        self._redis = connect(redis_url)
+        self._slots = slots
+        self._exclusive = bool(name)
+        self._base = name or os.uname().nodename
+        self.name = f"{self._base}:{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._executor = executor.Executor(slots + verify_slots, settings)
+        self._lanes: dict[str, _Lane] = {}
+        self._waiters: dict[str, list[tuple[_Entry, str]]] = {}
+        self._results: list[list[object]] = []
+        self._acks: list[list[str]] = []
+        self._flush = asyncio.Event()
+        self._clock_offset_s = 0.0
+        self._joined: asyncio.Future[None]
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    async def run(self, ready: Callable[[str], None] = lambda tier: None) -> None:
+        """Serve until SIGTERM or cancellation; `ready` is called with the isolation tier once calls are taken."""
+        await self._executor.start()
+        slots = self._executor.slots
+        self._lanes = {
+            keys.EXECUTE: _Lane(keys.EXECUTE, slots[: self._slots], self._execute, collections.deque()),
+            keys.VERIFY: _Lane(keys.VERIFY, slots[self._slots :], self._verify, collections.deque()),
+        }
+        self._joined = asyncio.get_running_loop().create_future()
+        jobs = [self._beat(), self._flusher(), Reaper(self._redis, self.name).run(), self._warm()]
+        for lane in self._lanes.values():
+            lane.room.set()
+            jobs += [self._reader(lane), *(self._runner(lane, slot) for slot in lane.slots)]
+        tasks = [asyncio.create_task(job) for job in jobs]
+        loop = asyncio.get_running_loop()
+        stop = loop.create_future()
+        loop.add_signal_handler(signal.SIGTERM, lambda: stop.done() or stop.set_result(None))
+        self._joined.add_done_callback(lambda joined: joined.cancelled() or ready(self._executor.tier))
+        try:
+            await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done() and not task.cancelled() and task.exception() is not None:
+                    raise task.exception()  # type: ignore[misc]
+        finally:
+            self._joined.cancel()
+            await self._stop(tasks)
+
+    async def _stop(self, tasks: list[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._executor.close()
+        try:
+            await self._redis.zrem(keys.nodes(), self._member)
+        except LOST as error:
+            logger.warning("the heartbeat was not withdrawn: %s", error)
+        await self._redis.aclose()
+
+    @property
+    def _member(self) -> str:
+        return f"{self.name}/{self._slots}"
+
+    def _now(self) -> float:
+        return time.time() + self._clock_offset_s
+
+    async def _warm(self) -> None:
+        """Warm the larger interpreters while the node already serves; a missing one is reported once."""
+        for kind in ("math", "grade"):
+            try:
+                await self._executor.warm(kind)
+            except executor.SlotError as error:
+                logger.warning("%s", error)
+        await asyncio.Event().wait()
+
+    async def _beat(self) -> None:
+        first = True
+        while True:
+            try:
+                seconds, micros = await self._redis.time()
+                self._clock_offset_s = seconds + micros / 1e6 - time.time()
+                if first and self._exclusive:
+                    await self._free_predecessors()
+                first = False
+                await self._redis.zadd(keys.nodes(), {self._member: self._now() + LEASE_S})
+                self._joined.done() or self._joined.set_result(None)
+            except LOST as error:
+                logger.warning("the heartbeat waits for Redis: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            await asyncio.sleep(BEAT_S)
+
+    async def _free_predecessors(self) -> None:
+        for member in await self._redis.zrange(keys.nodes(), 0, -1):
+            if member.decode().startswith(f"{self._base}:") and member.decode() != self._member:
+                await self._redis.zrem(keys.nodes(), member)
+
+    async def _reader(self, lane: _Lane) -> None:
+        """Take entries while there is a free slot for them."""
+        stream = keys.stream(lane.name)
+        while True:
+            await lane.room.wait()
+            try:
+                found = await self._redis.xreadgroup(
+                    keys.GROUP, self.name, {stream: ">"}, count=max(1, lane.free), block=BLOCK_MS
+                )
+                for entry, fields in found[0][1] if found else ():
+                    await self._admit(lane, entry.decode(), fields)
+            except LOST as error:
+                if "NOGROUP" in str(error):
+                    await self._make_group(stream)
+                    continue
+                logger.warning("the %s lane waits for Redis: %s", lane.name, error)
+                await asyncio.sleep(0.1)
+
+    async def _make_group(self, stream: str) -> None:
+        try:
+            await self._redis.xgroup_create(stream, keys.GROUP, id="0", mkstream=True)
+        except LOST as error:
+            if "BUSYGROUP" not in str(error):
+                await asyncio.sleep(0.1)
+
+    async def _admit(self, lane: _Lane, entry_id: str, fields: dict[bytes, bytes]) -> None:
+        """Queue the calls of an entry that still need doing; answer the others at once."""
+        try:
+            calls = protocol.decode_calls(fields.get(b"calls", b""))
+        except protocol.ProtocolError as error:
+            logger.error("an unreadable entry was dropped: %s", error)
+            calls = []
+        entry = _Entry(keys.stream(lane.name), entry_id, len(calls))
+        if not calls:
+            self._acks.append([entry.stream, entry.id])
+            self._flush.set()
+            return
+        names = [keys.result(call.run, call.key) for call in calls]
+        epochs = [keys.epoch(call.run) for call in calls]
+        values = await self._redis.mget(names + epochs)
+        for call, name, known, epoch in zip(calls, names, values, values[len(calls) :], strict=False):
+            waiters = self._waiters.setdefault(name, [])
+            waiters.append((entry, call.reply))
+            if known is not None:
+                self._answer(name, known.decode(), protocol.RESULT_TTL_S)
+            elif call.epoch < int(epoch or 0):
+                self._finish(call, _rejected(call, "superseded by a later epoch of its run"))
+            elif len(waiters) == 1:
+                lane.backlog.append(call)
+        self._signal(lane)
+
+    def _signal(self, lane: _Lane) -> None:
+        (lane.work.set if lane.backlog else lane.work.clear)()
+        (lane.room.set if lane.free > 0 else lane.room.clear)()
+
+    async def _runner(self, lane: _Lane, slot: executor.Slot) -> None:
+        """Do the lane's calls in one slot, one after another, forever."""
+        while True:
+            await lane.work.wait()
+            if not lane.backlog:
+                continue
+            call = lane.backlog.popleft()
+            lane.busy += 1
+            self._signal(lane)
+            try:
+                if call.expires < self._now():
+                    result = _rejected(call, "it waited in the queue for longer than its limit")
+                else:
+                    result = await lane.run(slot, call)
+            except (executor.SlotError, protocol.ProtocolError) as error:
+                result = infra_result(call, str(error))
+            except Exception as error:  # one of the three places of fault tolerance: typed and counted
+                logger.exception("call %s failed inside the node", call.key)
+                result = infra_result(call, f"{type(error).__name__}: {error}")
+            lane.busy -= 1
+            self._signal(lane)
+            self._finish(call, result)
+
+    async def _execute(self, slot: executor.Slot, call: Call) -> Outcome:
+        return await slot.run(protocol.execution_from_body(call.body, call.key))
+
+    async def _verify(self, slot: executor.Slot, call: Call) -> Verification:
+        started = time.monotonic()
+        examined = verify.examine(str(call.body.get("text")), str(call.body.get("gold")))
+        library, note = None, ""
+        if examined.ask:
+            outcome = await slot.grade(*examined.ask)
+            note = outcome.status if outcome.status is not Status.OK else ""
+            library = json.loads(outcome.stdout) if not note else None
+        return verify.conclude(examined, library, note, time.monotonic() - started)
+
+    def _finish(self, call: Call, result: Outcome | Verification) -> None:
+        kind = result.status if isinstance(result, Outcome) else result.verdict
+        self.counts[str(kind)] += 1
+        lasting = kind not in (Status.INFRA, Status.REJECTED, "infra")
+        ttl = protocol.RESULT_TTL_S if lasting else protocol.INFRA_TTL_S
+        self._answer(keys.result(call.run, call.key), protocol.encode_result(call.key, result), ttl)
+
+    def _answer(self, name: str, payload: str, ttl_s: int) -> None:
+        waiters = self._waiters.pop(name, [])
+        self._results.append([name, payload, ttl_s, sorted({reply for _, reply in waiters})])
+        for entry, _ in waiters:
+            entry.left -= 1
+            if entry.left == 0:
+                self._acks.append([entry.stream, entry.id])
+        self._flush.set()
+
+    async def _flusher(self) -> None:
+        """Write results and acknowledgements as they come, whatever gathered during one write in the next."""
+        while True:
+            await self._flush.wait()
+            self._flush.clear()
+            results, acks = self._results, self._acks
+            self._results, self._acks = [], []
+            delay_s = 0.02
+            while results or acks:
+                try:
+                    await self._redis.eval(_FINISH, 0, json.dumps(results), json.dumps(acks), keys.GROUP)
+                    break
+                except LOST as error:
+                    logger.warning("%d results wait for Redis: %s", len(results), error)
+                    await asyncio.sleep(delay_s)
+                    delay_s = min(1.0, 2 * delay_s)
+
+
+def _rejected(call: Call, detail: str) -> Outcome | Verification:
+    if call.lane == keys.VERIFY:
+        return infra_result(call, detail)
+    return Outcome(status=Status.REJECTED, detail=detail)
