@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 MASKED = -1e30  # finite, so that a row whose keys are all masked is uniform and never NaN
@@ -46,12 +47,14 @@ def _weight_gradient(x, dy):
 
 
 def _weight_gradient_cpu(x, dy):
-    """The same product with the narrower operand transposed by itself, which leaves XLA one plain dot."""
+    """The same product with the narrower operand transposed by itself, which leaves XLA one plain dot.
+
+    The barriers keep XLA from folding the transposes back into the dot.
+    """
+    barrier, contract = jax.lax.optimization_barrier, (((1,), (0,)), ((), ()))
     if x.shape[1] <= dy.shape[1]:
-        xt = jax.lax.optimization_barrier(x.T)
-        return jax.lax.dot_general(xt, dy, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    dyt = jax.lax.optimization_barrier(dy.T)
-    return jax.lax.dot_general(dyt, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32).T
+        return jax.lax.dot_general(barrier(x.T), dy, contract, preferred_element_type=jnp.float32)
+    return barrier(jax.lax.dot_general(barrier(dy.T), x, contract, preferred_element_type=jnp.float32)).T
 
 
 linear.defvjp(_linear_fwd, _linear_bwd)
@@ -88,8 +91,11 @@ def rotary_angles(
     positions: Int[Array, "b t"], head_dim: int, theta: float
 ) -> tuple[Float[Array, "b t h"], Float[Array, "b t h"]]:
     """(cos, sin) of position * theta^(-2i / head_dim) for i < head_dim / 2, in float32."""
-    inverse = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angles = positions.astype(jnp.float32)[..., None] * inverse
+    # One unit in the last place of a frequency is a visible angle at position 10,000: the power is rounded from double
+    # and inverted in single precision, which gives the bits that torch computes.
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    powers = (float(theta) ** exponents.astype(np.float64)).astype(np.float32)
+    angles = positions.astype(jnp.float32)[..., None] * (np.float32(1) / powers)
     return jnp.cos(angles), jnp.sin(angles)
 
 

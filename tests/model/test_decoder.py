@@ -1,0 +1,266 @@
+"""The decoder against itself: chunks, padding, packing, neighbours, gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rstar2_jax.model import decoder, ops
+from rstar2_jax.settings import Model
+
+FAMILIES = [("llama", True), ("qwen2", False), ("qwen3", True)]
+
+
+def small(family: str, tied: bool = True, **changes) -> Model:
+    sizes = dict(vocab_size=61, d_model=32, d_mlp=48, layers=2, heads=4, kv_heads=2, head_dim=8, max_positions=64)
+    return Model(family=family, tie_embeddings=tied, rope_theta=5e4, **(sizes | changes))
+
+
+@functools.cache
+def made(family: str, tied: bool = True):
+    """(decoder, parameters with nothing left at one or zero)."""
+    settings = small(family, tied)
+    params = decoder.init_params(settings, jax.random.key(3))
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(4), len(leaves))
+    noisy = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    return decoder.Decoder(settings), jax.tree.unflatten(tree, noisy)
+
+
+def whole(model, params, tokens, positions, segments):
+    """Logits of whole rows."""
+    hidden = jax.jit(model.apply)({"params": params}, tokens, positions, segments)
+    return np.asarray(model.apply({"params": params}, hidden, method="logits"))
+
+
+@functools.cache
+def extender(model):
+    return jax.jit(functools.partial(model.apply, method="extend"))
+
+
+def rows(batch: int, tokens: int, seed: int = 0):
+    ids = np.random.default_rng(seed).integers(0, 61, (batch, tokens)).astype(np.int32)
+    return ids, np.tile(np.arange(tokens, dtype=np.int32), (batch, 1)), np.ones((batch, tokens), np.int32)
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+def test_the_parameter_tree_is_the_abstract_one_in_float32(family, tied):
+    settings = small(family, tied)
+    params = decoder.init_params(settings, jax.random.key(0))
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    assert specs == decoder.abstract_params(settings)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+    assert ("head" in params) == (not tied)
+    assert ("bias" in params["layers_0"]["attn"]["q"]) == (family == "qwen2")
+    assert ("q_norm" in params["layers_0"]["attn"]) == (family == "qwen3")
+
+
+def test_initial_parameters_have_the_promised_deviations_and_depend_on_the_key_alone():
+    settings = small("llama", d_model=128, d_mlp=256)
+    params = decoder.init_params(settings, jax.random.key(0))
+    again = decoder.init_params(settings, jax.random.key(0))
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, again))
+    layer = params["layers_1"]
+    assert np.std(layer["mlp"]["gate"]["kernel"]) == pytest.approx(128**-0.5, rel=0.05)
+    assert np.std(layer["mlp"]["down"]["kernel"]) == pytest.approx(256**-0.5 / 2, rel=0.05)
+    assert np.std(params["embed"]["embedding"]) == pytest.approx(0.02, rel=0.05)
+    assert not np.array_equal(layer["mlp"]["gate"]["kernel"], params["layers_0"]["mlp"]["gate"]["kernel"])
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+@pytest.mark.parametrize("chunks", [(12,), (1,) * 12, (5, 1, 6), (4, 4, 4)])
+def test_chunks_over_the_cache_give_the_hidden_states_of_whole_rows(family, tied, chunks):
+    model, params = made(family, tied)
+    tokens, positions, segments = rows(2, 12)
+    expected = model.apply({"params": params}, tokens, positions, segments)
+    cache = decoder.init_cache(model.settings, 2, 16)
+    start, outs = 0, []
+    for size in chunks:
+        part = slice(start, start + size)
+        out, cache = extender(model)({"params": params}, tokens[:, part], positions[:, part], cache)
+        outs.append(out)
+        start += size
+    np.testing.assert_allclose(np.concatenate(outs, axis=1), expected, atol=1e-5)
+
+
+def test_padding_columns_of_a_chunk_write_nothing_and_change_nothing():
+    model, params = made("qwen3")
+    tokens, positions, _ = rows(2, 8)
+    marked = jax.tree.map(lambda x: x + 7.0, decoder.init_cache(model.settings, 2, 16))
+    ragged = np.where([[True] * 8, [True] * 3 + [False] * 5], positions, -1)
+    out, cache = extender(model)({"params": params}, tokens, ragged, marked)
+    other, _ = extender(model)({"params": params}, np.where(ragged < 0, 60, tokens), ragged, marked)
+    assert np.isfinite(out).all()
+    assert np.array_equal(out[0], other[0]) and np.array_equal(out[1, :3], other[1, :3])
+    for keys, values in cache:
+        assert (np.asarray(keys)[0, :, :, :8] != 7).all() and (np.asarray(keys)[0, :, :, 8:] == 7).all()
+        assert (np.asarray(keys)[1, :, :, 3:] == 7).all() and (np.asarray(values)[1, :, 3:] == 7).all()
+
+
+def test_a_position_beyond_the_cache_is_dropped():
+    keys, values = jnp.zeros((1, 1, 2, 3)), jnp.zeros((1, 1, 3, 2))
+    new = jnp.ones((1, 2, 1, 2))
+    keys, values = ops.write_cache(keys, values, new, new, jnp.array([[3, 1]]))
+    np.testing.assert_array_equal(keys[0, 0], [[0, 1, 0], [0, 1, 0]])
+    np.testing.assert_array_equal(values[0, 0], [[0, 0], [1, 1], [0, 0]])
+
+
+def test_an_all_padding_chunk_leaves_the_cache_bit_for_bit():
+    model, params = made("llama")
+    tokens, positions, _ = rows(2, 4)
+    _, cache = extender(model)({"params": params}, tokens, positions, decoder.init_cache(model.settings, 2, 8))
+    out, after = extender(model)({"params": params}, tokens, np.full_like(positions, -1), cache)
+    assert np.isfinite(out).all()
+    assert jax.tree.all(jax.tree.map(np.array_equal, cache, after))
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+def test_a_row_alone_padded_on_either_side_or_packed_has_the_same_logits(family, tied):
+    model, params = made(family, tied)
+    tokens, positions, segments = rows(1, 7)
+    alone = whole(model, params, tokens, positions, segments)[0]
+    batch_tokens = np.zeros((4, 32), np.int32)
+    batch_positions, batch_segments = np.zeros_like(batch_tokens), np.zeros_like(batch_tokens)
+    batch_tokens[3] = np.random.default_rng(9).integers(0, 61, 32)
+    for row, start, segment in [(0, 0, 1), (1, 25, 1), (2, 12, 2), (3, 11, 5)]:
+        here = slice(start, start + 7)
+        batch_tokens[row, here], batch_positions[row, here], batch_segments[row, here] = tokens, positions, segment
+    batch_segments[2, :12], batch_positions[2, :12] = 1, np.arange(12)  # packed after another sequence
+    packed = whole(model, params, batch_tokens, batch_positions, batch_segments)
+    assert np.isfinite(packed).all()
+    for row, start in [(0, 0), (1, 25), (2, 12), (3, 11)]:
+        np.testing.assert_allclose(packed[row, start : start + 7], alone, atol=1e-5)
+
+
+def test_a_row_of_padding_only_is_finite_in_value_and_gradient():
+    model, params = made("qwen3")
+    tokens, positions, segments = rows(2, 6)
+    segments[1] = 0
+
+    def loss(params):
+        hidden = model.apply({"params": params}, tokens, positions, segments)
+        logits = model.apply({"params": params}, hidden, method="logits")
+        return jnp.sum(jnp.where(segments[..., None] > 0, logits, 0.0) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    assert np.isfinite(value) and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+def test_a_row_is_bit_equal_in_every_slot_and_with_any_neighbours(columns):
+    model, params = made("qwen3")
+    step = extender(model)
+    tokens, positions, _ = rows(1, 12)
+
+    def run(slot, seed):
+        """The row's states while strangers of other lengths fill and leave the other slots."""
+        rng = np.random.default_rng(seed)
+        cache = jax.tree.map(lambda x: x + rng.normal(size=x.shape), decoder.init_cache(model.settings, 8, 16))
+        states = []
+        for start in range(0, 12, columns):
+            ids = rng.integers(0, 61, (8, columns)).astype(np.int32)
+            places = (rng.integers(-4, 12, (8, 1)) + np.arange(columns)).astype(np.int32)
+            ids[slot], places[slot] = tokens[0, start : start + columns], positions[0, start : start + columns]
+            out, cache = step({"params": params}, ids, places, cache)
+            states.append(np.asarray(out[slot]))
+        return np.concatenate(states)
+
+    reference = run(0, 1)
+    for slot, seed in [(0, 2), (3, 3), (7, 4)]:
+        assert np.array_equal(run(slot, seed), reference), f"slot {slot}"
+
+
+def test_query_blocks_equal_one_dense_square(monkeypatch):
+    key = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(a, (2, 50, h, 8)) for a, h in zip(key, (4, 2, 2), strict=True))
+    segments = jnp.asarray(np.repeat([[1, 2, 3, 0], [1, 1, 2, 2]], [20, 15, 10, 5], axis=1))
+    dense = ops.causal_attention(q, k, v, segments)
+    monkeypatch.setattr(ops, "QUERY_BLOCK_TOKENS", 16)
+    np.testing.assert_allclose(ops.causal_attention(q, k, v, segments), dense, atol=2e-6)
+
+
+def test_attention_equals_a_plain_loop():
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(1, 9, 4, 8)), rng.normal(size=(1, 9, 2, 8)), rng.normal(size=(1, 9, 2, 8))
+    segments = np.array([[1, 1, 1, 2, 2, 2, 2, 0, 0]])
+    expected = np.zeros((9, 4, 8))
+    for t in range(7):
+        for head in range(4):
+            seen = [s for s in range(t + 1) if segments[0, s] == segments[0, t]]
+            scores = np.array([q[0, t, head] @ k[0, s, head // 2] for s in seen]) / np.sqrt(8)
+            weights = np.exp(scores) / np.exp(scores).sum()
+            expected[t, head] = sum(w * v[0, s, head // 2] for w, s in zip(weights, seen, strict=True))
+    out = ops.causal_attention(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), jnp.asarray(segments))
+    np.testing.assert_allclose(np.asarray(out)[0, :7], expected[:7], atol=2e-6)
+
+
+def test_rotation_by_position_depends_on_theta():
+    x = jnp.ones((1, 1, 1, 4))
+    cos, sin = ops.rotary_angles(jnp.array([[3]]), 4, 100.0)
+    np.testing.assert_allclose(cos[0, 0], np.cos([3.0, 0.3]), atol=1e-6)
+    expected = [np.cos(3) - np.sin(3), np.cos(0.3) - np.sin(0.3), np.cos(3) + np.sin(3), np.cos(0.3) + np.sin(0.3)]
+    np.testing.assert_allclose(ops.rotate(x, cos, sin)[0, 0, 0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(24, 56), (56, 24)])
+def test_the_hand_written_gradients_equal_autodiff(shape):
+    key = jax.random.split(jax.random.key(1), 4)
+    x, w = jax.random.normal(key[0], (3, 17, shape[0])), jax.random.normal(key[1], shape) * shape[0] ** -0.5
+    up, pull = jax.random.normal(key[2], (3, 17, shape[1])), jax.random.normal(key[3], (3, 17, shape[1]))
+
+    def ours(x, w, up):
+        return jnp.sum(ops.silu_mul(ops.linear(x, w), up) * pull)
+
+    def plain(x, w, up):
+        gate = x @ w
+        return jnp.sum(jax.nn.silu(gate) * up * pull)
+
+    for got, want in zip(jax.grad(ours, (0, 1, 2))(x, w, up), jax.grad(plain, (0, 1, 2))(x, w, up), strict=True):
+        scale = float(jnp.abs(want).max())
+        np.testing.assert_allclose(got / scale, want / scale, atol=3e-6)
+
+
+def test_recomputing_layers_changes_no_gradient():
+    model, params = made("qwen2", False)
+    tokens, positions, segments = rows(2, 10)
+
+    def loss(params, remat):
+        again = decoder.Decoder(model.settings, remat=remat)
+        return jnp.mean(again.apply({"params": params}, tokens, positions, segments) ** 3)
+
+    plain, again = (jax.grad(loss)(params, remat) for remat in (False, True))
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_no_weight_gradient_is_a_doubly_transposed_dot_on_cpu():
+    model, params = made("llama")
+    tokens, positions, segments = rows(2, 16)
+
+    def loss(params):
+        return jnp.sum(model.apply({"params": params}, tokens, positions, segments) ** 2)
+
+    text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+    bad = [
+        line
+        for line in text.splitlines()
+        if " dot(" in line and "lhs_contracting_dims={0}, rhs_contracting_dims={1}" in line
+    ]
+    assert not bad
+
+
+def test_bfloat16_computes_near_float32_and_gives_float32_logits_and_gradients():
+    model, params = made("qwen3")
+    low = decoder.Decoder(small("qwen3", compute_dtype="bfloat16"))
+    tokens, positions, segments = rows(2, 10)
+    hidden = low.apply({"params": params}, tokens, positions, segments)
+    logits = low.apply({"params": params}, hidden, method="logits")
+    assert hidden.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
+    reference = whole(model, params, tokens, positions, segments)
+    assert np.abs(logits - reference).max() < 0.05 * np.abs(reference).max()
+    gradient = jax.grad(lambda p: low.apply({"params": p}, tokens, positions, segments).astype(jnp.float32).sum())(
+        params
+    )
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(gradient))
