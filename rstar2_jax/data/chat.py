@@ -40,6 +40,7 @@ _NOTICES = {
     types.CallStatus.REJECTED: "[Not executed: the tool was not available.]",
     types.CallStatus.INFRA: "[Not executed: the tool was not available.]",
 }
+_USUAL_CHARS = 8  # of one id in ordinary text; more is tried where that is not enough to fill a budget
 NO_OUTPUT = "[No output: nothing was printed.]"
 
 
@@ -290,17 +291,17 @@ def _lines(*texts: str) -> str:
 def _fit(text: str, tokenizer: tokenizers.Tokenizer, max_tokens: int) -> str:
     if max_tokens <= 0:
         raise ValueError(f"max_tokens = {max_tokens}: a reply needs at least one token")
-    reach = max_tokens * tokenizer.max_token_chars
-    if len(text) <= reach and _count(text, tokenizer) <= max_tokens:
-        return text
-    head_source, tail_source = text[:reach], text[-reach:]
+    start = text[: _USUAL_CHARS * max_tokens]
+    if _count(start, tokenizer) <= 2 * max_tokens and len(text) <= max_tokens * tokenizer.max_token_chars:
+        if _count(text, tokenizer) <= max_tokens:
+            return text
     room = max_tokens - _count(_marker(len(text)), tokenizer)
     if room <= 0:
-        return _end_part(tail_source, tokenizer, max_tokens)
-    last_line = _count(tail_source.rpartition("\n")[2], tokenizer)
-    tail = _end_part(tail_source, tokenizer, max((room + 1) // 2, last_line if last_line <= room else 0))
+        return _end_part(text, tokenizer, max_tokens)
+    last_line = _count(text[-_USUAL_CHARS * max_tokens :].rpartition("\n")[2], tokenizer)
+    tail = _end_part(text, tokenizer, max((room + 1) // 2, last_line if last_line <= room else 0))
     head_room = max(0, room - _count(tail, tokenizer))
-    head = _start_part(head_source[: len(text) - len(tail)], tokenizer, head_room)
+    head = _start_part(text[: len(text) - len(tail)], tokenizer, head_room)
     while True:
         reply = head + _marker(len(text) - len(head) - len(tail)) + tail
         if _count(reply, tokenizer) <= max_tokens:
@@ -317,21 +318,27 @@ def _count(text: str, tokenizer: tokenizers.Tokenizer) -> int:
 
 
 def _start_part(text: str, tokenizer: tokenizers.Tokenizer, max_tokens: int) -> str:
-    spans = tokenizer.spans(text)
-    if len(spans) > max_tokens:
-        text = text[: spans[max_tokens][0]]
-    while _count(text, tokenizer) > max_tokens:
-        text = text[:-1]
-    return text
+    for reach in (_USUAL_CHARS, tokenizer.max_token_chars):
+        part = text[: reach * max_tokens]
+        spans = tokenizer.spans(part)
+        if len(spans) > max_tokens:
+            part = part[: spans[max_tokens][0]]
+            break
+    while _count(part, tokenizer) > max_tokens:
+        part = part[:-1]
+    return part
 
 
 def _end_part(text: str, tokenizer: tokenizers.Tokenizer, max_tokens: int) -> str:
-    spans = tokenizer.spans(text)
-    if len(spans) > max_tokens:
-        text = text[spans[-max_tokens][0] :]
-    while _count(text, tokenizer) > max_tokens:
-        text = text[1:]
-    return text
+    for reach in (_USUAL_CHARS, tokenizer.max_token_chars):
+        part = text[-reach * max_tokens :]
+        spans = tokenizer.spans(part)
+        if len(spans) > max_tokens:
+            part = part[spans[-max_tokens][0] :]
+            break
+    while _count(part, tokenizer) > max_tokens:
+        part = part[1:]
+    return part
 
 
 def _must_start_with(rendered: str, grown: str) -> None:
