@@ -8,6 +8,7 @@ Deliberately not here: the penalties themselves (reward/quality.py), refilling a
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rstar2_jax import settings
 
-_QUADRATURE_POINTS = 400
+_QUADRATURE_POINTS = 200
 
 
 def num_positives(
@@ -156,6 +157,13 @@ def live_groups(rewards: Float[Any, "P N"], kept: Bool[Any, "P N"]) -> Bool[Arra
     return highest > lowest
 
 
+@functools.cache
+def _quadrature() -> tuple[np.ndarray, np.ndarray]:
+    """Points in (0, 1) and their masses."""
+    points, masses = np.polynomial.legendre.leggauss(_QUADRATURE_POINTS)
+    return (points + 1) / 2, masses / 2
+
+
 def inclusion_probabilities(penalties: Float[np.ndarray, " n"], count: int, p_floor: float) -> Float[np.ndarray, " n"]:
     """Chance of each correct rollout to be among `count` kept ones under `inverse`: what a viewer shows as its odds.
 
@@ -179,8 +187,7 @@ def inclusion_probabilities(penalties: Float[np.ndarray, " n"], count: int, p_fl
         return np.zeros(n)
     speed = 1.0 / (np.asarray(penalties, np.float64) + p_floor)
     speed = speed / speed.min()
-    points, masses = np.polynomial.legendre.leggauss(_QUADRATURE_POINTS)
-    u, masses = (points + 1) / 2, masses / 2
+    u, masses = _quadrature()
     waiting = u[None, :] ** speed[:, None]
     result = np.empty(n)
     for i in range(n):

@@ -194,9 +194,7 @@ def test_the_entropy_term_has_the_gradient_of_its_coefficient():
 
 
 @hypothesis_settings(max_examples=25, deadline=None)
-@given(
-    st.integers(0, 10**6), st.permutations(range(8)), st.sampled_from([1, 2, 4]), st.sampled_from([PLAIN, EVERYTHING])
-)
+@given(st.integers(0, 10**6), st.permutations(range(8)), st.sampled_from([1, 4]), st.sampled_from([PLAIN, EVERYTHING]))
 def test_micro_batches_add_up_to_the_global_batch(seed, order, rows, how):
     batch = random_batch(seed)
     extras, count = whole(batch, how)
