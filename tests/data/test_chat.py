@@ -147,8 +147,10 @@ def test_a_tool_turn_needs_a_reply():
 
 @pytest.mark.parametrize("where", ["config", "named", "jinja"])
 def test_a_template_shipped_with_a_folder_is_used_with_our_instruction(tmp_path, where):
-    plain = files.read_template("box").replace("assistant\\n<reason>", "assistant\\n").replace(
-        "message.role == 'user'", "message.role in ['user', 'system']"
+    plain = (
+        files.read_template("box")
+        .replace("assistant\\n<reason>", "assistant\\n")
+        .replace("message.role == 'user'", "message.role in ['user', 'system']")
     )
     BOX.save(str(tmp_path), chat_template=plain)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
