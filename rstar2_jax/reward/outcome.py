@@ -16,10 +16,9 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from rstar2_sandbox import protocol
-
 from rstar2_jax.reward import quality
 from rstar2_jax.types import Prompt, StopReason, Trajectory, Verdict
+from rstar2_sandbox import protocol
 
 _RETRY_PAUSE_S = 0.1
 _VERDICTS = {protocol.Verdict.CORRECT: Verdict.CORRECT, protocol.Verdict.WRONG: Verdict.WRONG}
@@ -64,11 +63,12 @@ class Verifier(Protocol):
 
 
 class Grade(NamedTuple):
-    """Verdict, the answer that was read, and the reason in a few words (of a fault: which one)."""
+    """Verdict, the answer that was read, the reason in a few words (of a fault: which one), the grader's rule set."""
 
     verdict: Verdict
     answer: str | None
     reason: str = ""
+    rules: str = ""
 
 
 async def grade(
@@ -95,7 +95,7 @@ async def _grade_one(client: Verifier, item: tuple[str, str, str], retries: int,
                     await asyncio.sleep(_RETRY_PAUSE_S * 2 ** (attempt - 1))
                 found = await client.verify(text=text, gold=gold, key=f"{key}:retry{attempt}" if attempt else key)
                 if found.verdict in _VERDICTS:
-                    return Grade(_VERDICTS[found.verdict], found.answer, found.reason)
+                    return Grade(_VERDICTS[found.verdict], found.answer, found.reason, found.rules)
                 fault = found.reason
     except TimeoutError:
         return Grade(Verdict.UNSCORED, None, f"no verdict on {key} within {deadline_s:g} s {fault}".rstrip())
@@ -153,7 +153,7 @@ def _question(decode: Callable[[Sequence[int]], str], trajectory: Trajectory, go
 
 
 def vectors_digest() -> str:
-    """Fingerprint of the built-in vectors, to be stored with checkpoints and evaluation rows."""
+    """Fingerprint of the built-in vectors."""
     return hashlib.sha256(json.dumps(VECTORS).encode()).hexdigest()[:16]
 
 
@@ -161,14 +161,15 @@ async def self_test(client: Verifier, *, deadline_s: float = 120.0) -> str:
     """Grades the built-in vectors through the configured client; to be run at start-up, before anything is trained.
 
     Returns:
-        vectors_digest(), when all agree.
+        "rule set/vectors_digest()", to be stored with checkpoints and evaluation rows: another string, another reward.
 
     Raises:
         RuntimeError: a vector got another verdict than it must (names the first, with both), or none at all.
     """
     digest = vectors_digest()
     items = [(text, gold, f"self-test:{digest}:{at}") for at, (text, gold, _) in enumerate(VECTORS)]
-    for (text, gold, correct), found in zip(VECTORS, await grade(client, items, deadline_s=deadline_s), strict=True):
+    grades = await grade(client, items, deadline_s=deadline_s)
+    for (text, gold, correct), found in zip(VECTORS, grades, strict=True):
         wanted = Verdict.CORRECT if correct else Verdict.WRONG
         if found.verdict is not wanted:
             raise RuntimeError(
@@ -176,4 +177,4 @@ async def self_test(client: Verifier, *, deadline_s: float = 120.0) -> str:
                 f"(answer read: {found.answer!r}) {found.reason}".rstrip()
                 + "; do not train with this grader"
             )
-    return digest
+    return f"{grades[0].rules}/{digest}"
