@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import difflib
+import functools
 import inspect
 import types
 import typing
@@ -28,6 +29,7 @@ class Parameter:
     default: Any
 
 
+@functools.cache
 def parameters(owner: Any) -> dict[str, Parameter]:
     """The parameters of a function or class, by name, with their annotations evaluated."""
     hints = typing.get_type_hints(owner)

@@ -1,0 +1,196 @@
+"""Every file in gin/ and every combination that its comments promise parses strictly; the numbers are the paper's."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import pathlib
+import re
+
+import pytest
+
+from rstar2_jax import gin_source, gin_strict, gin_types, launch, settings
+
+GIN = pathlib.Path(launch.__file__).resolve().parents[1] / "gin"
+RL = ("stage1.gin", "stage2.gin", "stage3.gin")
+RUNS = ("sft.gin", *RL, "eval.gin", "curate.gin", "export.gin")
+SCALES = sorted(str(path.relative_to(GIN)) for path in (GIN / "scale").glob("*.gin"))
+MODELS = sorted(str(path.relative_to(GIN)) for path in (GIN / "model").glob("*.gin"))
+DATA = sorted(str(path.relative_to(GIN)) for path in (GIN / "data").glob("*.gin"))
+ABLATIONS = sorted(str(path.relative_to(GIN)) for path in (GIN / "ablation").glob("*.gin"))
+REDIS = "settings.Sandbox.redis_url='redis://127.0.0.1:6379'"
+
+
+def resolve(*files, flags=()):
+    return gin_strict.resolve([str(GIN / name) for name in files], [(flag, f"--gin_bindings={flag}") for flag in flags])
+
+
+def flags_for(run, scale):
+    """The cluster's address, where the scale asks for it and the run has a sandbox."""
+    return [REDIS] if scale == "scale/mi300x_64.gin" and run not in ("sft.gin", "export.gin") else []
+
+
+def arguments_of(*files, flags=()):
+    return gin_strict.build(resolve(*files, flags=flags))[1]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_file_alone_parses_strictly_and_gives_a_run_function_all_its_arguments(run):
+    resolved = resolve(run)
+    function, arguments = gin_strict.build(resolved)
+    assert resolved.warnings == ()
+    parameters = inspect.signature(function).parameters
+    assert list(parameters) == list(arguments)
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters.values())
+    for name, parameter in gin_types.parameters(function).items():
+        assert isinstance(arguments[name], parameter.annotation)
+        wanted = {"samples": int, "dtype": str}.get(name) or getattr(settings, name.capitalize())
+        assert type(arguments[name]) is wanted
+
+
+@pytest.mark.parametrize("run, scale", list(itertools.product(RUNS, SCALES)))
+def test_a_run_file_goes_with_every_scale(run, scale):
+    models = ["model/box.gin"] if scale == "scale/box.gin" else []
+    resolved = resolve(run, scale, *models, flags=flags_for(run, scale))
+    gin_strict.build(resolved)
+    assert resolved.warnings == ()
+
+
+@pytest.mark.parametrize("run, model", list(itertools.product(RUNS, MODELS)))
+def test_a_run_file_goes_with_every_model(run, model):
+    if model in (GIN / run).read_text():
+        with pytest.raises(gin_source.ConfigError, match="read twice"):
+            resolve(run, model)
+        return
+    resolved = resolve(run, model)
+    gin_strict.build(resolved)
+    assert resolved.warnings == ()
+
+
+@pytest.mark.parametrize("stage, ablation", list(itertools.product(RL, ABLATIONS)))
+def test_a_stage_goes_with_every_ablation_at_both_ends_of_the_scale(stage, ablation):
+    for scale in ("scale/box.gin", "scale/mi300x_8.gin"):
+        plain = resolve(stage, scale)
+        changed = resolve(stage, scale, ablation)
+        gin_strict.build(changed)
+        assert changed.warnings == () and changed.text != plain.text
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_every_data_overlay_goes_with_a_run_that_reads_it(data):
+    run = "sft.gin" if "sft" in data else "eval.gin" if "openmath" in data else "stage1.gin"
+    if data in (GIN / run).read_text():
+        assert resolve(run).warnings == ()
+    else:
+        resolved = resolve(run, data)
+        gin_strict.build(resolved)
+        assert resolved.warnings == ()
+
+
+@pytest.mark.parametrize("overlay", [*MODELS, *DATA, *SCALES, *ABLATIONS])
+def test_an_overlay_includes_nothing_and_says_what_it_is(overlay):
+    lines = (GIN / overlay).read_text().splitlines()
+    assert lines[0].startswith("# ") and len(lines[0]) > 30
+    assert not any(line.startswith("include") for line in lines)
+
+
+@pytest.mark.parametrize("path", sorted(GIN.rglob("*.gin")), ids=lambda path: str(path.relative_to(GIN)))
+def test_a_gin_file_registers_dynamically_and_keeps_its_lines_short(path):
+    lines = path.read_text().splitlines()
+    assert "from __gin__ import dynamic_registration" in lines
+    assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_file_opens_with_command_hardware_time_and_score_and_stays_under_25_lines(run):
+    text = (GIN / run).read_text()
+    comment = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
+    assert len(text.splitlines()) <= 25
+    assert all(f"{word}:" in comment for word in ("Command", "Hardware", "Time", "Expected"))
+    (line,) = re.findall(r"# Command: +(.*)", comment)
+    assert f"--gin_file={run}" in line
+    named = re.findall(r"--gin_file=(\S+)", line)
+    assert all((GIN / name).is_file() for name in named)
+
+
+def test_nothing_in_a_shared_file_is_idle_in_every_run():
+    everywhere = set.intersection(
+        *(set(resolve(run, scale, flags=flags_for(run, scale)).idle) for run in RUNS for scale in SCALES)
+    )
+    assert everywhere == set()
+
+
+def test_the_paper_s_stages_have_its_numbers():
+    table = {  # steps, response tokens, turns, optimizer moments taken over, first weights
+        "stage1.gin": (300, 8192, 10, False, "runs/sft"),
+        "stage2.gin": (85, 12288, 10, True, "runs/stage1"),
+        "stage3.gin": (125, 12288, 15, False, "runs/stage2"),
+    }
+    for stage, wanted in table.items():
+        a = arguments_of(stage)
+        run, rollout, optimizer, loss = a["run"], a["rollout"], a["learner"].optimizer, a["learner"].loss
+        got = (run.steps, rollout.max_response_tokens, rollout.max_turns, run.keep_optimizer, run.init_from)
+        assert got == wanted
+        assert (rollout.prompts_per_step, rollout.oversample, rollout.group_size) == (512, 32, 16)
+        assert rollout.temperature == 1.0
+        assert (optimizer.lr, optimizer.warmup_steps, optimizer.schedule) == (1e-6, 20, "constant")
+        assert (optimizer.weight_decay, optimizer.max_grad_norm) == (0.01, 1.0)
+        assert (loss.eps_low, loss.eps_high, loss.kl_coef, loss.entropy_coef) == (0.2, 0.28, 0.0, 0.0)
+        assert (a["roc"].positives, a["roc"].p_floor) == ("inverse", 0.1)
+        assert a["learner"].row_tokens >= rollout.max_prompt_tokens + rollout.max_response_tokens
+        assert a["model"].family == "qwen3" and a["model"].layers == 40
+
+
+def test_sft_evaluation_and_curation_have_the_paper_s_numbers():
+    sft = arguments_of("sft.gin")
+    demonstrations, optimizer = sft["demonstrations"], sft["learner"].optimizer
+    assert demonstrations.batch_size == 128
+    assert sft["run"].steps == 3 * demonstrations.count // demonstrations.batch_size
+    assert (optimizer.lr, optimizer.schedule) == (5e-6, "cosine")
+    assert optimizer.warmup_steps == round(0.04 * sft["run"].steps)
+
+    evaluation = arguments_of("eval.gin")
+    rollout = evaluation["rollout"]
+    assert (rollout.max_response_tokens, rollout.max_turns, rollout.temperature) == (30720, 30, 0.6)
+    assert evaluation["samples"] == 16
+    assert rollout.max_prompt_tokens + rollout.max_response_tokens <= evaluation["model"].max_positions
+
+    assert arguments_of("curate.gin")["samples"] == 8
+
+
+def test_the_difficulty_of_a_generated_source_rises_with_the_stage():
+    box = ("scale/box.gin", "model/box.gin")
+    assert [arguments_of(stage, *box)["task"].difficulty for stage in RL] == [1, 2, 3]
+    assert all(arguments_of(run, *box)["task"].source == "box" for run in ("sft.gin", *RL, "eval.gin"))
+
+
+def test_the_box_keeps_half_of_its_rollouts_and_the_ablation_keeps_all():
+    box = ("stage1.gin", "scale/box.gin", "model/box.gin")
+    rollout = arguments_of(*box)["rollout"]
+    assert rollout.oversample == 2 * rollout.group_size
+    assert arguments_of(*box, "ablation/no_roc.gin")["rollout"].oversample == rollout.group_size
+
+
+def test_the_models_have_the_sizes_of_their_checkpoints():
+    from rstar2_jax.model import decoder
+
+    import jax
+
+    sizes = {"qwen3_14b": 14_768_307_200, "qwen2_5_32b": 32_763_876_352, "smollm2_135m": 134_515_008}
+    for name, count in sizes.items():
+        overlays = [] if name == "qwen3_14b" else [f"model/{name}.gin"]
+        model = arguments_of("stage1.gin", *overlays)["model"]
+        assert sum(leaf.size for leaf in jax.tree.leaves(decoder.abstract_params(model))) == count
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_dry_run_of_the_box_says_what_would_run(run, capsys, monkeypatch, tmp_path):
+    for name in ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        monkeypatch.setenv(name, os.environ.get(name, "cpu" if name == "JAX_PLATFORMS" else "1"))
+    files = [f"--gin_file={GIN / name}" for name in (run, "scale/box.gin", "model/box.gin")]
+    code = launch.main(["launch", *files, f"--workdir={tmp_path / 'run'}", "--steps=3", "--seed=5", "--dry_run"])
+    printed = capsys.readouterr()
+    assert code == 0 and printed.err == ""
+    assert "steps = 3" in printed.out and "seed = 5" in printed.out and "parameters: 3" in printed.out
+    assert not (tmp_path / "run").exists()
