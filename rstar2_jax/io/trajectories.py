@@ -28,6 +28,7 @@ import numpy as np
 from rstar2_jax.types import (
     CallStatus,
     FinishReason,
+    Group,
     Prompt,
     StopReason,
     ToolCall,
@@ -147,6 +148,26 @@ def record_from_json(value: Mapping[str, Any]) -> Record:
     """The record that `record_to_json` wrote."""
     fields = {**value, "prompt": Prompt(**value["prompt"]), "trajectory": trajectory_from_json(value["trajectory"])}
     return Record(**fields)
+
+
+def group_to_json(group: Group) -> dict[str, Any]:
+    """JSON value of a graded group; `group_from_json` gives back an equal one, arrays bit for bit."""
+    return {
+        "prompt": dataclasses.asdict(group.prompt),
+        "trajectories": [trajectory_to_json(trajectory) for trajectory in group.trajectories],
+        "p_err": [float(value) for value in group.p_err],
+        "p_format": [float(value) for value in group.p_format],
+    }
+
+
+def group_from_json(value: Mapping[str, Any]) -> Group:
+    """The group that `group_to_json` wrote."""
+    return Group(
+        prompt=Prompt(**value["prompt"]),
+        trajectories=tuple(trajectory_from_json(item) for item in value["trajectories"]),
+        p_err=tuple(value["p_err"]),
+        p_format=tuple(value["p_format"]),
+    )
 
 
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:

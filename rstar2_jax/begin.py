@@ -1,0 +1,120 @@
+"""How a run begins: its tokenizer, its first parameters, or the state it had when it was stopped.
+
+Deliberately not here: what a run does once it has begun.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rstar2_jax import settings
+from rstar2_jax.algo import optimizer as optimizers
+from rstar2_jax.data import files
+from rstar2_jax.data import tokenizer as tokenizers
+from rstar2_jax.io import checkpoint
+from rstar2_jax.learner import update
+from rstar2_jax.model import decoder, hf
+from rstar2_jax.types import TrainState
+
+TOKENIZER_FOLDER = "tokenizer"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Beginning:
+    """Where a run stands: the state, the steps that are done, and the record saved beside it (empty when fresh)."""
+
+    state: TrainState
+    step: int
+    record: dict[str, Any]
+
+
+def load_tokenizer(task: settings.Task, model: settings.Model) -> tokenizers.Tokenizer:
+    """The task's tokenizer, checked against the model's vocabulary.
+
+    Raises:
+        ValueError: the tokenizer has ids that the model's embedding has not.
+    """
+    loaded = files.load_tokenizer(task)
+    if loaded.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"tokenizer {task.tokenizer!r} has {loaded.vocab_size} ids, but Model.vocab_size = {model.vocab_size}: "
+            f"give the model at least {loaded.vocab_size}"
+        )
+    return loaded
+
+
+def load_params(init_from: str, model: settings.Model, seed: int) -> Any:
+    """First parameters: random for an empty `init_from`, else those of a finished run or of a Hugging Face folder.
+
+    Raises:
+        ValueError: the folder holds neither, or its sizes are not those of `model`.
+        checkpoint.CheckpointError: the run's checkpoint cannot be read or has other shapes.
+    """
+    if not init_from:
+        return decoder.init_params(model, jax.random.key(seed))
+    folder = Path(init_from)
+    if (folder / "config.json").is_file():
+        params, found = hf.load_folder(str(folder))
+        if dataclasses.replace(found, compute_dtype=model.compute_dtype, max_positions=model.max_positions) != model:
+            raise ValueError(f"{folder} has sizes {found}, but the run's model is {model}: use those of the folder")
+        return params
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), decoder.abstract_params(model)
+    )
+    return checkpoint.restore_params(folder, wanted)[0]
+
+
+def begin(
+    run: settings.Run, model: settings.Model, learner: update.Learner, store: checkpoint.Checkpoints
+) -> Beginning:
+    """The state to go on from: the newest good checkpoint of the run, else its first state at step 0.
+
+    With `run.keep_optimizer` the first state takes over the moments of `run.init_from` and restarts the schedule;
+    without it moments start at zero (the paper's stage 3).
+
+    Raises:
+        ValueError: keep_optimizer without a run to take moments from.
+    """
+    found = store.restore(learner.abstract())
+    if found is not None:
+        step, state, record = found
+        store.drop_after(step)
+        return Beginning(state=state, step=step, record=record)
+    if run.keep_optimizer:
+        return Beginning(state=_with_moments(run, learner.abstract()), step=0, record={})
+    return Beginning(state=learner.create(load_params(run.init_from, model, run.seed)), step=0, record={})
+
+
+def save_tokenizer(tokenizer: tokenizers.Tokenizer, template: str, workdir: Path) -> None:
+    """Keep the tokenizer and its chat template beside the run's checkpoints, for export and evaluation."""
+    tokenizer.save(str(workdir / TOKENIZER_FOLDER), chat_template=template)
+
+
+def model_record(model: settings.Model) -> dict[str, Any]:
+    """The model's sizes as JSON, for a checkpoint's record."""
+    return json.loads(json.dumps(dataclasses.asdict(model)))
+
+
+def _with_moments(run: settings.Run, like: TrainState) -> TrainState:
+    folder = Path(run.init_from) / "checkpoints"
+    if not run.init_from or not folder.is_dir():
+        raise ValueError(
+            f"Run.keep_optimizer needs a finished run in Run.init_from, got {run.init_from!r}: "
+            f"name its workdir or set keep_optimizer = False"
+        )
+    store = checkpoint.Checkpoints(folder, keep=run.keep_checkpoints)
+    found = store.restore(like)
+    store.close()
+    if found is None:
+        raise ValueError(f"{folder} holds no checkpoint to take moments from: finish that run first")
+    before = found[1]
+    return before.replace(
+        step=jnp.zeros_like(before.step), opt_state=optimizers.restart_schedule(before.opt_state)
+    )

@@ -1,0 +1,115 @@
+"""The hard-problem filter before stage 3: problems that the stage-2 model always solves are dropped.
+
+Asks `samples` rollouts of each problem and keeps those that were not solved every time. Writes hard.jsonl, which a
+task reads with source = 'jsonl'.
+
+Deliberately not here: decontamination and label checks of data from outside (data/sources.py has what loading refuses).
+
+Source: rStar2-Agent paper, stage 3 (8 rollouts of the stage-2 model, 8 of 8 correct dropped).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rstar2_jax import begin, evaluate, settings
+from rstar2_jax.data import prompts
+from rstar2_jax.io import clock
+from rstar2_jax.report import console
+from rstar2_jax.rollout import groups, tier
+from rstar2_jax.types import Group
+from rstar2_jax.weights import publish
+
+PROMPTS_FILE = "hard.jsonl"
+
+
+def curate(
+    *,
+    run: settings.Run,
+    model: settings.Model,
+    task: settings.Task,
+    rollout: settings.Rollout,
+    sandbox: settings.Sandbox,
+    samples: int,
+) -> int:
+    """Filter the first `rollout.prompts_per_step` problems of the task's order. Returns 0.
+
+    A finished hard.jsonl in the workdir is left as it is.
+
+    Raises:
+        ValueError: no model to ask, samples below 1, or no problem was left.
+    """
+    if samples < 1 or not run.init_from:
+        raise ValueError(
+            f"samples = {samples}, Run.init_from = {run.init_from!r}: the filter needs a model to ask, and at least one "
+            "rollout of each problem"
+        )
+    done = Path(run.workdir) / PROMPTS_FILE
+    if done.exists():
+        print(f"{done} is there already; delete it to filter again")
+        return 0
+    return asyncio.run(_curate(run, model, task, rollout, sandbox, samples))
+
+
+def is_hard(group: Group) -> bool:
+    """True when at least one scored rollout failed; a group without a verdict is not judged and not kept."""
+    scored = group.rewards[group.valid]
+    return bool(scored.size) and not bool(scored.all())
+
+
+async def _curate(
+    run: settings.Run,
+    model: settings.Model,
+    task: settings.Task,
+    rollout: settings.Rollout,
+    sandbox: settings.Sandbox,
+    samples: int,
+) -> int:
+    workdir = Path(run.workdir)
+    asked = dataclasses.replace(rollout, group_size=samples, oversample=samples)
+    watch = clock.Clock(workdir)
+    source = prompts.make_source(task)
+    total = rollout.prompts_per_step
+    title = f"{workdir.name}: {total} problems x {samples} rollouts from {run.init_from}"
+    async with contextlib.AsyncExitStack() as stack:
+        screen = stack.enter_context(console.Console(1, title))
+        screen.note(source.report)
+        opened = tier.open_tier(workdir.name, model, task, asked, sandbox, report=screen.note)
+        rooms = await stack.enter_async_context(opened)
+        weights = str(workdir / "weights")
+        publish.prepare(weights, -1)
+        publish.publish(begin.load_params(run.init_from, model, run.seed), model, weights, 0, keep=1)
+        await rooms.engine.update_weights(weights, 0)
+        sampler = groups.Sampler(
+            engine=rooms.engine,
+            chat=rooms.chat,
+            tools=rooms.tools,
+            grader=rooms.grader,
+            rollout=asked,
+            roc=settings.Roc(reject_equal=False),
+            seed=run.seed,
+        )
+        with watch.phase("rollout"):
+            problems = source.batch(run.seed, 0, total)
+            found = await evaluate.ask(sampler, problems, 0, "problems", screen)
+        watch.save()
+        kept = [group for group in found if is_hard(group)]
+        unscored = sum(int((~group.valid).sum()) for group in found)
+        screen.note(f"kept {len(kept)} of {total} problems; {unscored} rollouts had no verdict")
+    if not kept:
+        raise ValueError(f"all {total} problems were solved every time: raise the difficulty of the task or ask more")
+    _write(workdir / PROMPTS_FILE, kept)
+    return 0
+
+
+def _write(path: Path, kept: Sequence[Group]) -> None:
+    unique = {group.prompt.question: group.prompt for group in kept}
+    part = path.with_suffix(".tmp")
+    part.write_text("".join(json.dumps(dataclasses.asdict(prompt)) + "\n" for prompt in unique.values()))
+    os.replace(part, path)

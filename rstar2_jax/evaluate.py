@@ -1,0 +1,171 @@
+"""Evaluation of a finished run or of a Hugging Face folder: the same engine, tools and grader as in training.
+
+Writes evaluation.json (see report/evaluation.py) and the trajectories. Problems are the fixed held-out ones of the task;
+generated tasks are also asked the families that no training saw.
+
+Deliberately not here: pass@k and the comparison of runs (report/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rstar2_jax import begin, settings
+from rstar2_jax.data import box_problems, prompts
+from rstar2_jax.io import clock, trajectories
+from rstar2_jax.report import console, evaluation
+from rstar2_jax.rollout import groups, tier
+from rstar2_jax.types import Group, Prompt
+from rstar2_jax.weights import publish
+
+_GROUPS_AT_ONCE = 64
+
+
+def evaluate(
+    *,
+    run: settings.Run,
+    model: settings.Model,
+    task: settings.Task,
+    rollout: settings.Rollout,
+    sandbox: settings.Sandbox,
+    samples: int,
+) -> int:
+    """Ask `rollout.prompts_per_step` problems of each set, `samples` times each. Returns 0.
+
+    A finished evaluation in the workdir is left as it is.
+
+    Raises:
+        ValueError: no weights to evaluate, or samples below 1.
+        RuntimeError: too many episodes had no verdict through faults of ours.
+    """
+    if samples < 1:
+        raise ValueError(f"samples = {samples}: ask each problem at least once")
+    if not run.init_from:
+        raise ValueError("Run.init_from is empty: name the run or the Hugging Face folder to evaluate")
+    done = Path(run.workdir) / evaluation.EVALUATION_FILE
+    if done.exists():
+        print(f"{done} is there already; delete it to evaluate again")
+        return 0
+    return asyncio.run(_evaluate(run, model, task, rollout, sandbox, samples))
+
+
+def problem_sets(task: settings.Task, count: int, seed: int) -> list[tuple[str, str, list[Prompt]]]:
+    """(name, kind, problems) of each set: one a family for the built-in task, held-out families last; else one set."""
+    if task.source != "box":
+        return [(task.source, "trained", prompts.eval_prompts(task, count, seed))]
+    trained = task.families or box_problems.TRAINED
+    kinds = [(name, "trained") for name in trained] + [(name, "held_out") for name in box_problems.HELD_OUT]
+    return [
+        (name, kind, prompts.eval_prompts(dataclasses.replace(task, families=(name,)), count, seed))
+        for name, kind in kinds
+    ]
+
+
+async def _evaluate(
+    run: settings.Run,
+    model: settings.Model,
+    task: settings.Task,
+    rollout: settings.Rollout,
+    sandbox: settings.Sandbox,
+    samples: int,
+) -> int:
+    workdir = Path(run.workdir)
+    asked = dataclasses.replace(rollout, group_size=samples, oversample=samples)
+    sets = problem_sets(task, rollout.prompts_per_step, run.seed)
+    watch = clock.Clock(workdir)
+    title = f"{workdir.name}: {sum(len(s[2]) for s in sets)} problems x {samples} from {run.init_from}"
+    async with contextlib.AsyncExitStack() as stack:
+        screen = stack.enter_context(console.Console(len(sets), title))
+        with watch.phase("load"):
+            opened = tier.open_tier(workdir.name, model, task, asked, sandbox, report=screen.note)
+            rooms = await stack.enter_async_context(opened)
+            weights = str(workdir / "weights")
+            publish.prepare(weights, -1)
+            publish.publish(begin.load_params(run.init_from, model, run.seed), model, weights, 0, keep=1)
+            await rooms.engine.update_weights(weights, 0)
+        sampler = groups.Sampler(
+            engine=rooms.engine,
+            chat=rooms.chat,
+            tools=rooms.tools,
+            grader=rooms.grader,
+            rollout=asked,
+            roc=settings.Roc(reject_equal=False),
+            seed=run.seed,
+        )
+        entries = []
+        for number, (name, kind, problems) in enumerate(sets):
+            with watch.phase("rollout"):
+                found = await ask(sampler, problems, number, name, screen)
+            entries.append(evaluation.evaluation_set(name, kind, [t for group in found for t in group.trajectories]))
+            trajectories.write_step(workdir, number, _records(found))
+            screen.note(_line(entries[-1]))
+        _refuse_faulty(entries)
+        watch.save()
+        content = {
+            "temperature": rollout.temperature,
+            "samples_per_problem": samples,
+            "init_from": run.init_from,
+            "sets": entries,
+        }
+        part = workdir / (evaluation.EVALUATION_FILE + ".tmp")
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(part, workdir / evaluation.EVALUATION_FILE)
+    return 0
+
+
+async def ask(
+    sampler: groups.Sampler, problems: Sequence[Prompt], step: int, name: str, screen: console.Console
+) -> list[Group]:
+    """Graded groups of all problems, a bounded number of them in flight, in the order of the problems."""
+    limit = asyncio.Semaphore(_GROUPS_AT_ONCE)
+    done = 0
+
+    def finished() -> None:
+        nonlocal done
+        done += 1
+        screen.progress(name, done, len(problems) * sampler.rollout.oversample)
+
+    async def one(problem: Prompt) -> Group:
+        async with limit:
+            return (await groups.sample_group(sampler, problem, step=step, on_done=finished))[0]
+
+    return list(await asyncio.gather(*(one(problem) for problem in problems)))
+
+
+def _records(found: Sequence[Group]) -> list[trajectories.Record]:
+    return [
+        trajectories.Record(
+            prompt=group.prompt,
+            group=place,
+            trajectory=trajectory,
+            p_err=group.p_err[index] if group.valid[index] else None,
+            p_format=group.p_format[index] if group.valid[index] else None,
+        )
+        for place, group in enumerate(found)
+        for index, trajectory in enumerate(group.trajectories)
+    ]
+
+
+def _line(entry: dict) -> str:
+    low, high = entry["ci95"]
+    accuracy = "-" if entry["accuracy"] is None else f"{entry['accuracy']:.3f} [{low:.3f}, {high:.3f}]"
+    rate, errors = entry["tool_rate"], entry["call_error_rate_correct"]
+    tool = "-" if rate is None else f"{rate:.2f}"
+    wrong = "-" if errors is None else f"{errors:.3f}"
+    return f"  {entry['set']:<16} {entry['kind']:<8} accuracy {accuracy}  tool {tool}  call errors {wrong}  n {entry['n']}"
+
+
+def _refuse_faulty(entries: Sequence[dict]) -> None:
+    for entry in entries:
+        total = entry["n"] + entry["unscored"]
+        if entry["unscored"] > 0.01 * total:
+            raise RuntimeError(
+                f"set {entry['set']}: {entry['unscored']} of {total} episodes have no verdict through faults of the "
+                "engine or the sandbox; nothing was written, evaluate again when they are well"
+            )

@@ -1,0 +1,190 @@
+"""Checkpoints with Orbax: the train state and a small JSON record, committed together, newest good one first.
+
+A checkpoint is whole or absent: Orbax writes into a temporary folder and renames. What cannot be read back (a torn
+file, a missing array) is reported and the one before it is taken; the newest good one is never deleted before a newer
+one is committed.
+
+Deliberately not here: what the record means (the RUN functions) and export to other formats (export.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from rstar2_jax.types import TrainState
+
+_FREE_SPACE_FACTOR = 2
+
+
+class CheckpointError(RuntimeError):
+    """No checkpoint can be read, or one cannot be written; says which folder and why."""
+
+
+class Checkpoints:
+    """The checkpoints of one run in `folder`, one subfolder a step, the newest `keep` of them kept.
+
+    Args:
+        folder: created when it does not exist; leftovers of an interrupted save are removed.
+        keep: committed checkpoints that stay, at least 1.
+        warn: receives one line for each checkpoint that had to be passed over.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], keep: int, warn: Callable[[str], None] = print) -> None:
+        self._folder = Path(folder).absolute()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._warn = warn
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=False
+        )
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
+
+    def steps(self) -> list[int]:
+        """Steps with a committed checkpoint, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, state: TrainState, record: Mapping[str, Any]) -> None:
+        """Commit the state and the record as `step`; a step that is there already is left as it is.
+
+        Raises:
+            CheckpointError: the disk has less room than twice the state, or Orbax could not write.
+        """
+        if step in self._manager.all_steps():
+            return
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        free = shutil.disk_usage(self._folder).free
+        if free < _FREE_SPACE_FACTOR * size:
+            raise CheckpointError(
+                f"{self._folder}: {free} bytes free, but a checkpoint of {size} bytes needs "
+                f"{_FREE_SPACE_FACTOR * size}; make room or point the workdir elsewhere"
+            )
+        whole = {**record, "environment": environment()}
+        try:
+            self._manager.save(
+                step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(whole))
+            )
+            self._manager.wait_until_finished()
+        except (OSError, ValueError) as fault:
+            raise CheckpointError(f"{self._folder}: step {step} could not be saved: {fault}") from fault
+
+    def restore(self, like: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
+        """(step, state, record) of the newest checkpoint that reads back whole, laid out like `like`; None if there
+        is no checkpoint at all.
+
+        Args:
+            like: a state (or its shapes with shardings) of this run: its mesh decides the layout, not the file's.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none of them can be read.
+        """
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        found = self.steps()
+        for step in reversed(found):
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), record=ocp.args.JsonRestore())
+            try:
+                restored = self._manager.restore(step, args=args)
+            except (OSError, ValueError, KeyError, FileNotFoundError) as fault:
+                self._warn(f"checkpoint {self._folder / str(step)} is torn and was passed over: {_first_line(fault)}")
+                continue
+            self._report_environment(restored.record)
+            return step, restored.state, dict(restored.record)
+        if found:
+            raise CheckpointError(f"{self._folder}: none of the checkpoints {found} can be read")
+        return None
+
+    def drop_after(self, step: int) -> None:
+        """Delete the (torn) checkpoints of later steps, so that they can be written again."""
+        for later in self.steps():
+            if later > step:
+                self._manager.delete(later)
+
+    def close(self) -> None:
+        """Wait for what is being written and release the manager."""
+        self._manager.close()
+
+    def _report_environment(self, record: Mapping[str, Any]) -> None:
+        saved, here = record.get("environment", {}), environment()
+        changed = {name: (saved.get(name), here[name]) for name in here if saved.get(name) != here[name]}
+        if changed:
+            told = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
+            self._warn(f"resuming under another environment ({told}): the run continues, but not bit for bit")
+
+
+def restore_params(folder: str | os.PathLike[str], abstract: Any = None) -> tuple[Any, dict[str, Any]]:
+    """(params, record) of the newest checkpoint below a run's `folder`, moments left unread.
+
+    Args:
+        folder: workdir of a run (its `checkpoints` folder is looked up) or a checkpoint folder itself.
+        abstract: shapes, dtypes and shardings wanted; None restores float arrays onto the first device.
+
+    Raises:
+        CheckpointError: no checkpoint is there, or its parameters do not have the wanted shapes.
+    """
+    root = _checkpoint_root(folder)
+    with ocp.CheckpointManager(root) as manager:
+        step = manager.latest_step()
+        if step is None:
+            raise CheckpointError(f"{root}: holds no checkpoint; finish that run first or correct the path")
+        record = manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
+    item = root / str(step) / "state"
+    with ocp.PyTreeCheckpointer() as reader:
+        stored = reader.metadata(item).item_metadata.tree["params"]
+        if abstract is None:
+            device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            abstract = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype, sharding=device), stored
+            )
+        _check_shapes(root, stored, abstract)
+        restore_args = ocp.checkpoint_utils.construct_restore_args({"params": abstract})
+        args = ocp.args.PyTreeRestore(item={"params": abstract}, restore_args=restore_args, partial_restore=True)
+        return reader.restore(item, args=args)["params"], dict(record)
+
+
+def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON record of the newest checkpoint below a run's folder, without touching an array.
+
+    Raises:
+        CheckpointError: no checkpoint is there.
+    """
+    root = _checkpoint_root(folder)
+    steps = sorted(int(path.name) for path in root.iterdir() if path.name.isdigit())
+    if not steps:
+        raise CheckpointError(f"{root}: holds no checkpoint; finish that run first or correct the path")
+    return json.loads((root / str(steps[-1]) / "record" / "metadata").read_text())
+
+
+def environment() -> dict[str, Any]:
+    """What decides whether a resumed run gives the same bits: versions and the number of visible cores."""
+    return {"jax": jax.__version__, "python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}
+
+
+def _checkpoint_root(folder: str | os.PathLike[str]) -> Path:
+    path = Path(folder).absolute()
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if not root.is_dir():
+        raise CheckpointError(f"{root}: no such folder; name the workdir of a finished run")
+    return root
+
+
+def _check_shapes(root: Path, stored: Any, wanted: Any) -> None:
+    have = {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree.leaves_with_path(stored)}
+    want = {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree.leaves_with_path(wanted)}
+    wrong = [name for name in sorted(have.keys() | want.keys()) if have.get(name) != want.get(name)]
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError(
+            f"{root}: {name} has shape {have.get(name)}, but the model's settings ask for {want.get(name)} "
+            f"({len(wrong)} parameters differ); use the settings that the checkpoint was trained with"
+        )
+
+
+def _first_line(fault: BaseException) -> str:
+    return (str(fault) or type(fault).__name__).splitlines()[0][:200]

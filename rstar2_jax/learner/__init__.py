@@ -1,0 +1,1 @@
+"""The trainer: state, log-probabilities and the jitted update."""

@@ -1,0 +1,111 @@
+"""From graded groups to the micro-batches of one update: resample, advantages, rows, packing.
+
+Host code around the pure functions of algo/. Everything is a function of the groups and of one key, so a step can be
+done again bit for bit.
+
+Deliberately not here: sampling further groups (rollout/groups.py) and the update itself (update.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from rstar2_jax import settings
+from rstar2_jax.algo import advantages as advantage_rule
+from rstar2_jax.algo import loss as loss_rule
+from rstar2_jax.algo import roc
+from rstar2_jax.data import pack
+from rstar2_jax.types import Group, TrainBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Selection:
+    """RoC's choice for P groups, as host arrays.
+
+    kept bool[P, N] marks the rollouts that are trained on, advantages f32[P, N] holds theirs (0 elsewhere).
+    """
+
+    kept: np.ndarray
+    advantages: np.ndarray
+
+
+def select(groups: Sequence[Group], key: jax.Array, group_size: int, how: settings.Roc, loss: settings.Loss) -> Selection:
+    """Which rollouts of each group are trained on and with which advantage; groups may differ in size.
+
+    Args:
+        groups: of one step, at least one.
+        key: PRNG key of the step's selection.
+        group_size: G.
+    """
+    widest = max(len(group.trajectories) for group in groups)
+    rewards, penalties = (np.zeros((len(groups), widest), np.float32) for _ in range(2))
+    valid = np.zeros((len(groups), widest), bool)
+    for row, group in enumerate(groups):
+        size = len(group.trajectories)
+        rewards[row, :size], penalties[row, :size], valid[row, :size] = group.rewards, group.penalties, group.valid
+    chosen, advantages = _selector(group_size, how, loss.ddof, loss.advantage_eps)(key, rewards, penalties, valid)
+    return Selection(kept=np.asarray(chosen), advantages=np.asarray(advantages))
+
+
+@functools.lru_cache(maxsize=8)
+def _selector(group_size: int, how: settings.Roc, ddof: int, eps: float):
+    def run(key, rewards, penalties, valid):
+        indices, kept = roc.resample(key, rewards, penalties, valid, group_size=group_size, settings=how)
+        picked = jax.numpy.take_along_axis(rewards, indices, axis=1)
+        values = advantage_rule.advantages(picked, kept, ddof=ddof, eps=eps)
+        rows = jax.numpy.arange(rewards.shape[0])[:, None]
+        chosen = jax.numpy.zeros(rewards.shape, bool).at[rows, indices].max(kept)
+        return chosen, jax.numpy.zeros_like(rewards).at[rows, indices].add(jax.numpy.where(kept, values, 0))
+
+    return jax.jit(run)
+
+
+def rows(groups: Sequence[Group], selection: Selection) -> list[pack.Row]:
+    """Training rows of the kept rollouts whose advantage is not zero, in the order of groups and samples.
+
+    A rollout with zero advantage has no gradient and must not count in the normaliser either.
+    """
+    return [
+        pack.trajectory_row(trajectory, selection.advantages[place, index])
+        for place, group in enumerate(groups)
+        for index, trajectory in enumerate(group.trajectories)
+        if selection.kept[place, index] and selection.advantages[place, index] != 0 and trajectory.num_sampled_tokens
+    ]
+
+
+def cut(whole: TrainBatch, microbatch_rows: int) -> list[TrainBatch]:
+    """Micro-batches of `microbatch_rows` rows each.
+
+    Raises:
+        ValueError: the rows are no multiple of microbatch_rows.
+    """
+    count = whole.tokens.shape[0]
+    if count % microbatch_rows:
+        raise ValueError(f"{count} rows do not divide into micro-batches of {microbatch_rows}: pack to a multiple")
+    starts = range(0, count, microbatch_rows)
+    return [jax.tree.map(lambda leaf, at=at: leaf[at : at + microbatch_rows], whole) for at in starts]
+
+
+def minibatches(training: Sequence[pack.Row], learner: settings.Learner) -> list[tuple[list[TrainBatch], float]]:
+    """(micro-batches, normaliser) of each optimizer step of this rollout batch.
+
+    Rows are dealt to `learner.minibatches` optimizer steps in turn, so that each step sees every group.
+    """
+    made = []
+    for number in range(learner.minibatches):
+        share = list(training[number :: learner.minibatches])
+        if not share:
+            continue
+        whole = pack.pack(share, row_tokens=learner.row_tokens, rows_multiple=learner.microbatch_rows)
+        made.append((cut(whole, learner.microbatch_rows), _normaliser(whole, learner.loss)))
+    return made
+
+
+def _normaliser(whole: TrainBatch, how: settings.Loss) -> float:
+    lengths = loss_rule.inverse_lengths(whole.loss_mask, whole.segment_ids) if how.aggregation == "seq_mean" else None
+    return float(loss_rule.normaliser(whole.loss_mask, how, lengths))

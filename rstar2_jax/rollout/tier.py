@@ -1,0 +1,64 @@
+"""The rollout tier of one process, opened as a whole: sandbox, tools, chat protocol, engine, checked before any work.
+
+Deliberately not here: engines on other machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+
+from rstar2_jax import settings
+from rstar2_jax.data import chat as chats
+from rstar2_jax.data import files
+from rstar2_jax.reward import outcome
+from rstar2_jax.rollout import jax_engine
+from rstar2_jax.rollout.engine import RolloutEngine
+from rstar2_jax.tools import cluster, protocol, python
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tier:
+    """What episodes run with: engine, chat protocol, tools, grader."""
+
+    engine: RolloutEngine
+    chat: chats.Chat
+    tools: protocol.Registry
+    grader: cluster.Client
+
+
+@contextlib.asynccontextmanager
+async def open_tier(
+    name: str,
+    model: settings.Model,
+    task: settings.Task,
+    rollout: settings.Rollout,
+    sandbox: settings.Sandbox,
+    *,
+    report: Callable[[str], None],
+) -> AsyncIterator[Tier]:
+    """A working tier, closed again on every exit; the engine has no weights yet.
+
+    Args:
+        name: of the run, under which its calls are known in the sandbox.
+        report: receives one line for each part that is ready.
+
+    Raises:
+        ValueError: template not append-only, context too long, no Redis.
+        RuntimeError: the grader's self-test failed.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(cluster.connect(name, sandbox))
+        tools = protocol.Registry([python.PythonTool(client, task.tool_name, sandbox)])
+        chat = files.load_chat(task, tools.schemas)
+        digest = await outcome.self_test(client)
+        report(f"sandbox ready, grader self-test passed (vectors {digest[:8]})")
+        engine = jax_engine.JaxEngine(
+            model,
+            slots=rollout.engine_slots,
+            context_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
+            prefill_chunk_tokens=rollout.prefill_chunk_tokens,
+        )
+        stack.push_async_callback(engine.close)
+        yield Tier(engine=engine, chat=chat, tools=tools, grader=client)

@@ -1,0 +1,118 @@
+"""Supervised fine-tuning on demonstrations that teach the formats: the start of all RL stages.
+
+Each step takes the next batch of demonstrations in the order of its epoch, packs them and makes one update. A run
+continues from its newest good checkpoint: the order is a function of the seed and the step.
+
+Deliberately not here: making demonstrations (data/sft_mix.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rstar2_jax import begin, settings
+from rstar2_jax.data import files, pack, sft_mix
+from rstar2_jax.io import checkpoint, clock, metrics
+from rstar2_jax.learner import batch, objective, update
+from rstar2_jax.report import console
+from rstar2_jax.tools import python
+
+_ROWS_SHOWN = 20
+
+
+def sft(
+    *,
+    run: settings.Run,
+    model: settings.Model,
+    task: settings.Task,
+    demonstrations: settings.Demonstrations,
+    learner: settings.Learner,
+) -> int:
+    """Fine-tune until `run.steps` steps are done. Returns 0.
+
+    Raises:
+        ValueError: settings that do not fit each other, or data that cannot be used; before any step.
+    """
+    if run.steps == 0:
+        raise ValueError("Run.steps = 0: fine-tuning needs at least one step (--steps=...)")
+    workdir = Path(run.workdir)
+    begin.load_tokenizer(task, model)
+    chat = files.load_chat(task, [python.schema(task.tool_name)])
+    trainer = update.Learner(model, learner, objective.supervised(), run.steps)
+    store = checkpoint.Checkpoints(workdir / "checkpoints", keep=run.keep_checkpoints)
+    with contextlib.closing(store):
+        begun = begin.begin(run, model, trainer, store)
+        if begun.step >= run.steps:
+            print(f"{run.workdir}: all {run.steps} steps are done already")
+            return 0
+        demos = sft_mix.demonstrations(task, demonstrations, chat, run.seed)
+        begin.save_tokenizer(chat.tokenizer, chat.template_text, workdir)
+        _loop(run, model, demonstrations, learner, (trainer, store, begun), demos)
+    return 0
+
+
+def _loop(
+    run: settings.Run,
+    model: settings.Model,
+    demonstrations: settings.Demonstrations,
+    learner: settings.Learner,
+    parts: tuple[update.Learner, checkpoint.Checkpoints, begin.Beginning],
+    demos: Sequence[sft_mix.Demo],
+) -> None:
+    trainer, store, begun = parts
+    state, workdir = begun.state, Path(run.workdir)
+    title = f"{workdir.name}: {run.steps} steps of {demonstrations.batch_size} from {len(demos)} demonstrations"
+    watch = clock.Clock(workdir)
+    every = max(1, run.steps // _ROWS_SHOWN)
+    with (
+        console.Console(run.steps, title, start_step=begun.step, row_every=every) as screen,
+        metrics.MetricsWriter(workdir, start_step=begun.step) as writer,
+    ):
+        skipped = begun.record.get("skipped", 0)
+        for step in range(begun.step, run.steps):
+            with watch.phase("data"):
+                rows = [_row(demos[i]) for i in order(run.seed, step, demonstrations.batch_size, len(demos))]
+                whole = pack.pack(rows, row_tokens=learner.row_tokens, rows_multiple=learner.microbatch_rows)
+            with watch.phase("learn"):
+                trained = float(whole.loss_mask.sum())
+                state, told = trainer.update(state, batch.cut(whole, learner.microbatch_rows), trained)
+                skipped += int(told["skipped"])
+            done = step + 1
+            if done % run.save_every_steps == 0 or done == run.steps:
+                with watch.phase("save"):
+                    record = {"kind": "sft", "step": done, "skipped": skipped, "model": begin.model_record(model)}
+                    store.save(done, state, record)
+            line = {
+                "learner/loss": told["loss"],
+                "learner/grad_norm": told["grad_norm"],
+                "learner/entropy_mean": told["entropy_sum"] / max(told["tokens"], 1.0),
+                "learner/lr": told["lr"],
+                "learner/tokens": told["tokens"],
+                "learner/skipped_steps": float(skipped),
+                **watch.lap(),
+            }
+            writer.write(step, line)
+            screen.step(step, line)
+            watch.save()
+
+
+def order(seed: int, step: int, batch_size: int, count: int) -> list[int]:
+    """Indices of the demonstrations of one step: a new permutation each epoch, the end of one running into the next.
+
+    Pure in its arguments, so that a resumed run sees what the uninterrupted one would have seen.
+    """
+    chosen: list[int] = []
+    while len(chosen) < batch_size:
+        epoch, position = divmod(step * batch_size + len(chosen), count)
+        permutation = np.random.default_rng([seed, epoch]).permutation(count)
+        chosen.extend(int(i) for i in permutation[position : position + batch_size - len(chosen)])
+    return chosen
+
+
+def _row(demo: sft_mix.Demo) -> pack.Row:
+    nothing = np.zeros(len(demo.token_ids), np.float32)
+    return pack.Row(token_ids=demo.token_ids, mask=demo.mask, behavior_logprobs=nothing, advantage=0.0)

@@ -1,0 +1,33 @@
+"""The connection to the sandbox cluster, or to a private one on this machine, for as long as a run needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from rstar2_jax import settings
+from rstar2_sandbox import local
+from rstar2_sandbox.client import Client
+
+__all__ = ["Client", "connect"]
+
+
+@contextlib.asynccontextmanager
+async def connect(run_name: str, sandbox: settings.Sandbox) -> AsyncIterator[Client]:
+    """A client of the cluster at sandbox.redis_url; for an empty address, of a private one that lives as long as the
+    block: its own Redis and one worker node, restarted when they die, ended with this process however it ends.
+
+    Args:
+        run_name: namespace of the run's calls in the cluster.
+
+    Raises:
+        RuntimeError: the private sandbox could not start; says what is missing.
+    """
+    with contextlib.ExitStack() as stack:
+        address = sandbox.redis_url
+        if not address:
+            private = await asyncio.to_thread(local.start_local, slots=sandbox.slots)
+            address = stack.enter_context(private).redis_url
+        async with Client(address, run=run_name, queue_limit_s=sandbox.queue_limit_s) as client:
+            yield client

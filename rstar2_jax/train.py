@@ -1,0 +1,344 @@
+"""One stage of reinforcement learning, read from top to bottom in the order of the data:
+
+    prompts -> rollout <-> tools -> reward -> RoC -> advantages -> loss -> update -> publish weights -> rollout
+
+A run continues from its newest good checkpoint: the state, the prompt cursor, the surplus groups and the root seed give
+the same steps again, bit for bit.
+
+Deliberately not here: any maths (algo/), any detail of I/O (io/, weights/), and generation ahead of training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from rstar2_jax import begin, settings
+from rstar2_jax.algo import correction, roc as roc_rule
+from rstar2_jax.data import files, prompts
+from rstar2_jax.io import checkpoint, clock, metrics, trajectories
+from rstar2_jax.learner import batch, objective, update
+from rstar2_jax.report import console
+from rstar2_jax.rollout import groups, statistics, tier
+from rstar2_jax.types import Group, TrainState
+from rstar2_jax.weights import publish
+
+INTERRUPTED = 75  # EX_TEMPFAIL: start the same command again to go on
+_MAX_ABANDONED = 3
+
+
+class AbandonedError(RuntimeError):
+    """Too many steps in a row had too many unscored episodes: the infrastructure needs a look before more is spent."""
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Progress:
+    """Where the loop stands; all of it is in a checkpoint."""
+
+    state: TrainState
+    step: int
+    cursor: int
+    carried: tuple[Group, ...]
+    skipped: int
+    abandoned_in_row: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Desk:
+    """What every step works with."""
+
+    run: settings.Run
+    model: settings.Model
+    rollout: settings.Rollout
+    roc: settings.Roc
+    learner: settings.Learner
+    task: settings.Task
+    trainer: update.Learner
+    source: prompts.Source
+    sampler: groups.Sampler
+    clock: clock.Clock
+    screen: console.Console
+
+    @property
+    def workdir(self) -> Path:
+        """Folder of the run."""
+        return Path(self.run.workdir)
+
+    @property
+    def weights(self) -> str:
+        """Root of the weight store."""
+        return str(self.workdir / "weights")
+
+
+def train(
+    *,
+    run: settings.Run,
+    model: settings.Model,
+    task: settings.Task,
+    rollout: settings.Rollout,
+    roc: settings.Roc,
+    learner: settings.Learner,
+    sandbox: settings.Sandbox,
+) -> int:
+    """Train until `run.steps` steps are done. Returns 0 when they are, INTERRUPTED after SIGTERM or SIGINT.
+
+    Raises:
+        ValueError: settings that do not fit each other, or data that cannot be used; before any step.
+        AbandonedError: the infrastructure failed in several steps in a row.
+    """
+    _check(run, rollout, learner, model)
+    total_updates = run.steps * learner.minibatches
+    trainer = update.Learner(model, learner, objective.grpo(learner.loss), total_updates, rollout.temperature)
+    store = checkpoint.Checkpoints(Path(run.workdir) / "checkpoints", keep=run.keep_checkpoints)
+    with contextlib.closing(store):
+        begun = begin.begin(run, model, trainer, store)
+        progress = _Progress(
+            state=begun.state,
+            step=begun.step,
+            cursor=begun.record.get("cursor", 0),
+            carried=tuple(trajectories.group_from_json(value) for value in begun.record.get("carried", [])),
+            skipped=begun.record.get("skipped", 0),
+        )
+        if progress.step >= run.steps:
+            print(f"{run.workdir}: all {run.steps} steps are done already")
+            return 0
+        parts = (run, model, task, rollout, roc, learner)
+        return asyncio.run(_train(parts, sandbox, trainer, store, progress))
+
+
+async def _train(
+    parts: tuple[Any, ...],
+    sandbox: settings.Sandbox,
+    trainer: update.Learner,
+    store: checkpoint.Checkpoints,
+    progress: _Progress,
+) -> int:
+    run, model, task, rollout, roc, learner = parts
+    workdir = Path(run.workdir)
+    title = f"{workdir.name}: {run.steps} steps of {rollout.prompts_per_step} prompts x {rollout.oversample} rollouts"
+    async with contextlib.AsyncExitStack() as stack:
+        screen = stack.enter_context(console.Console(run.steps, title, start_step=progress.step))
+        source = prompts.make_source(task)
+        screen.note(source.report)
+        opened = tier.open_tier(workdir.name, model, task, rollout, sandbox, report=screen.note)
+        rooms = await stack.enter_async_context(opened)
+        begin.save_tokenizer(rooms.chat.tokenizer, rooms.chat.template_text, workdir)
+        sampler = groups.Sampler(
+            engine=rooms.engine,
+            chat=rooms.chat,
+            tools=rooms.tools,
+            grader=rooms.grader,
+            rollout=rollout,
+            roc=roc,
+            seed=run.seed,
+        )
+        desk = _Desk(
+            run=run,
+            model=model,
+            rollout=rollout,
+            roc=roc,
+            learner=learner,
+            task=task,
+            trainer=trainer,
+            source=source,
+            sampler=sampler,
+            clock=clock.Clock(workdir),
+            screen=screen,
+        )
+        writer = stack.enter_context(metrics.MetricsWriter(workdir, start_step=progress.step))
+        trajectories.cut(workdir, progress.step)
+        publish.prepare(desk.weights, progress.step)
+        await _publish(desk, progress)
+        stopping = _stop_on_signals()
+        while progress.step < run.steps and not stopping.is_set():
+            told = await _step(desk, progress)
+            _save_when_due(desk, store, progress, stopping.is_set())
+            told |= desk.clock.lap()
+            writer.write(progress.step - 1, told)
+            screen.step(progress.step - 1, told)
+            desk.clock.save()
+        return 0 if progress.step >= run.steps else INTERRUPTED
+
+
+async def _step(desk: _Desk, progress: _Progress) -> dict[str, float | None]:
+    """One step in place: sample, grade, select, update, publish. Returns its metrics."""
+    with desk.clock.phase("rollout"):
+        collected = await groups.collect(
+            desk.sampler,
+            lambda offset, count: desk.source.batch(desk.run.seed, progress.cursor + offset, count),
+            step=progress.step,
+            carried=progress.carried,
+            on_progress=lambda done, total: desk.screen.progress("rollout", done, total),
+        )
+    for fault in collected.faults[:3]:
+        desk.screen.note(f"! {fault}")
+    fresh = [*collected.groups[len(progress.carried) :], *collected.surplus, *collected.rejected]
+    told = statistics.describe(fresh) | {"rollout/refills": float(collected.refills)}
+    stale = bool(progress.carried[: desk.rollout.prompts_per_step])
+    abandoned = collected.unscored_share > desk.roc.max_unscored
+    with desk.clock.phase("select"):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(desk.run.seed), progress.step), 1)
+        chosen = (
+            batch.select(collected.groups, key, desk.rollout.group_size, desk.roc, desk.learner.loss)
+            if collected.groups
+            else None
+        )
+        rows = batch.rows(collected.groups, chosen) if chosen and not abandoned else []
+        work = batch.minibatches(rows, desk.learner)
+        told |= {"learner/trained_rows": float(len(rows))}
+    with desk.clock.phase("learn"):
+        told |= _learn(desk, progress, work, stale)
+    with desk.clock.phase("log"):
+        records = _records(collected.groups, chosen, desk.roc) + _records(collected.rejected, None, desk.roc)
+        trajectories.write_step(desk.workdir, progress.step, records)
+    progress.step += 1
+    progress.cursor += collected.prompts_used
+    progress.carried = collected.surplus
+    progress.abandoned_in_row = progress.abandoned_in_row + 1 if abandoned else 0
+    told |= {"learner/skipped_steps": float(progress.skipped), "rollout/abandoned": float(abandoned)}
+    with desk.clock.phase("publish"):
+        await _publish(desk, progress)
+    if progress.abandoned_in_row >= _MAX_ABANDONED:
+        raise AbandonedError(
+            f"{_MAX_ABANDONED} steps in a row had more than {desk.roc.max_unscored:.0%} unscored episodes (last: "
+            f"{collected.unscored} of {collected.episodes}); the weights are those of before. "
+            f"First fault: {collected.faults[0] if collected.faults else 'grading'}"
+        )
+    return told
+
+
+def _learn(
+    desk: _Desk, progress: _Progress, work: list[tuple[list[Any], float]], stale: bool
+) -> dict[str, float | None]:
+    """All optimizer steps of one rollout batch; without a row to train on the weights stay as they are."""
+    sums: dict[str, float] = {}
+    norms, losses = [], []
+    off_policy = stale or len(work) > 1
+    anchors = [_anchors(desk, progress, microbatches, stale) if off_policy else None for microbatches, _ in work]
+    done = 0
+    for (microbatches, normaliser), fixed in zip(work, anchors, strict=True):
+        progress.state, told = desk.trainer.update(progress.state, microbatches, normaliser, fixed)
+        progress.skipped += int(told["skipped"])
+        norms.append(told["grad_norm"])
+        losses.append(told["loss"])
+        sums = {k: max(sums.get(k, 0.0), v) if k.endswith("_max") else sums.get(k, 0.0) + v for k, v in told.items()}
+        done += len(microbatches)
+        desk.screen.progress("learn", done, sum(len(m) for m, _ in work))
+    if not work:
+        return {name: None for name in ("learner/loss", "learner/grad_norm", "learner/entropy_mean", "learner/lr")}
+    tokens = max(sums["tokens"], 1.0)
+    gap = {name: float(value) for name, value in correction.summarise(sums).items()}
+    return {
+        "learner/loss": float(np.mean(losses)),
+        "learner/grad_norm": float(np.mean(norms)),
+        "learner/entropy_mean": sums["entropy_sum"] / tokens,
+        "learner/lr": sums["lr"] / len(work),
+        "learner/tokens": sums["tokens"],
+        "learner/ratio_mean": sums["ratio_sum"] / tokens,
+        "learner/clip_low_frac": sums["clip_low"] / tokens,
+        "learner/clip_high_frac": sums["clip_high"] / tokens,
+        "learner/kl_old": sums["kl_old_sum"] / tokens,
+        "mismatch/logprob_gap_mean": gap["logprob_gap_mean"],
+        "mismatch/logprob_gap_max": gap["logprob_gap_max"],
+        "mismatch/k3_kl": gap["kl_k3"],
+        "mismatch/ess_frac": gap["ess_share"],
+        "mismatch/mult_prob_error": gap["mult_prob_error"],
+    }
+
+
+def _anchors(desk: _Desk, progress: _Progress, microbatches: list[Any], stale: bool) -> list[objective.Anchors]:
+    """What ratios are taken against. Groups carried over were sampled under other weights than these: then the engine's
+    own log-probabilities stand for the old policy; else the learner recomputes them before the first update."""
+    if stale:
+        return [objective.Anchors(old_logprobs=rows.behavior_logprobs) for rows in microbatches]
+    scored = desk.trainer.score(progress.state.params, microbatches)
+    return [objective.Anchors(old_logprobs=logprobs) for logprobs, _ in scored]
+
+
+async def _publish(desk: _Desk, progress: _Progress) -> None:
+    """Commit the weights as version = step and let the engine fetch them: one path for one machine and for many."""
+    in_use = [desk.sampler.engine.weights_version]
+    publish.publish(progress.state.params, desk.model, desk.weights, progress.step, in_use=in_use)
+    await desk.sampler.engine.update_weights(desk.weights, progress.step)
+
+
+def _save_when_due(desk: _Desk, store: checkpoint.Checkpoints, progress: _Progress, stopping: bool) -> None:
+    last = progress.step >= desk.run.steps
+    if not (last or stopping or progress.step % desk.run.save_every_steps == 0):
+        return
+    with desk.clock.phase("save"):
+        record = {
+            "kind": "train",
+            "step": progress.step,
+            "cursor": progress.cursor,
+            "seed": desk.run.seed,
+            "skipped": progress.skipped,
+            "carried": [trajectories.group_to_json(group) for group in progress.carried],
+            "model": begin.model_record(desk.model),
+            "source": desk.task.source,
+        }
+        store.save(progress.step, progress.state, record)
+
+
+def _records(
+    sampled: tuple[Group, ...], chosen: batch.Selection | None, how: settings.Roc
+) -> list[trajectories.Record]:
+    """Every rollout of a step as the trainer saw it, in the order of groups and samples."""
+    records = []
+    for place, group in enumerate(sampled):
+        for index, trajectory in enumerate(group.trajectories):
+            kept = bool(chosen is not None and chosen.kept[place, index])
+            drawn = bool(group.valid[index] and group.rewards[index]) and how.positives == "inverse"
+            records.append(
+                trajectories.Record(
+                    prompt=group.prompt,
+                    group=place,
+                    trajectory=trajectory,
+                    p_err=group.p_err[index] if group.valid[index] else None,
+                    p_format=group.p_format[index] if group.valid[index] else None,
+                    kept=kept,
+                    weight=float(roc_rule.weights(group.penalties[index], how.p_floor)) if drawn else None,
+                    advantage=float(chosen.advantages[place, index]) if kept and chosen is not None else None,
+                )
+            )
+    return records
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set; the loop then ends after the step, with a checkpoint. A second one kills."""
+    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def stop(number: signal.Signals) -> None:
+        loop.remove_signal_handler(number)
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    return stopping
+
+
+def _check(run: settings.Run, rollout: settings.Rollout, learner: settings.Learner, model: settings.Model) -> None:
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    if longest > learner.row_tokens:
+        raise ValueError(
+            f"an episode may take max_prompt_tokens + max_response_tokens = {longest} tokens, but Learner.row_tokens = "
+            f"{learner.row_tokens}: raise row_tokens to {longest} or lower the budgets"
+        )
+    if longest > model.max_positions:
+        raise ValueError(
+            f"an episode may take {longest} tokens, but Model.max_positions = {model.max_positions}: lower the budgets"
+        )
+    if learner.loss.kl_coef > 0 or learner.loss.high_entropy_share < 1:
+        raise ValueError(
+            "Loss.kl_coef and Loss.high_entropy_share need a further forward pass that train.train does not make: "
+            "set kl_coef = 0 and high_entropy_share = 1"
+        )
+    if run.steps == 0:
+        raise ValueError("Run.steps = 0: training needs at least one step (--steps=...)")

@@ -1,0 +1,15 @@
+"""Session-wide set-up: eight virtual CPU devices before JAX is imported, type hooks on the pure rooms."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import jaxtyping
+
+# Shapes and dtypes of the pure rooms are checked at every call under pytest only; never on types.py, whose pytree
+# classes would break under tree.map, vmap and scan.
+jaxtyping.install_import_hook(["rstar2_jax.algo", "rstar2_jax.learner"], "beartype.beartype")
