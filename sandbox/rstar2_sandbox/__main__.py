@@ -10,6 +10,7 @@ import os
 import sys
 
 from rstar2_sandbox import executor, jail, master, supervise, worker
+from rstar2_sandbox.images import SlotError
 
 URL_VARIABLE = "RSTAR2_SANDBOX_REDIS_URL"
 
@@ -20,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="sandbox %(levelname)s %(message)s")
     try:
         return arguments.role(arguments)
-    except (ValueError, OSError, executor.SlotError) as error:
+    except (ValueError, OSError, SlotError) as error:
         print(f"rstar2_sandbox: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -61,7 +62,7 @@ def _settings(arguments: argparse.Namespace) -> executor.Settings:
     return executor.Settings(
         isolation=arguments.isolation,
         min_isolation=arguments.min_isolation,
-        uid_base=arguments.uid_base or 1_000_000 + os.getpid() % 65536 * 4096,
+        uid_base=arguments.uid_base,
         python=arguments.python,
     )
 

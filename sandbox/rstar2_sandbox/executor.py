@@ -6,7 +6,6 @@ times). It needs no Redis and no network: the node (worker) feeds it, and so can
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -14,39 +13,21 @@ import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 
-from rstar2_sandbox import jail, keeper
-from rstar2_sandbox.capture import Capture
-from rstar2_sandbox.jail_child import EXIT_MEMORY
+from rstar2_sandbox import cgroup, jail, keeper
+from rstar2_sandbox.images import BARE, GRADE, KINDS, MATH, Image, KeeperEnd, SlotError
+from rstar2_sandbox.job import Job, KeeperGoneError
 from rstar2_sandbox.protocol import Execution, Limits, Outcome, Status
 
-IMAGE_START_S = 120.0
-KEEPER_START_S = 20.0
-KILL_GRACE_S = 5.0
 CALLS_PER_KEEPER = 20_000
 TMP_BYTES, TMP_INODES = 64 * 2**20, 4096
 GRADE_LIMITS = Limits(wall_s=3.0, memory_bytes=1024 * 2**20, output_bytes=1024, processes=1)
+# A module that no image has imported: it proves that a child can read the interpreter's library.
+_SELF_TEST = Execution(code="import colorsys\nprint('ready')", limits=Limits(wall_s=20.0))
 
 _MATH_IMPORT = re.compile(rb"^[^\S\n]*(?:from|import)[^\n#]*\b(?:numpy|sympy|mpmath)\b", re.MULTILINE)
-_ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "MPLBACKEND": "Agg",
-}
-
-
-class SlotError(RuntimeError):
-    """A slot, keeper or warm interpreter failed: a fault of ours, status INFRA."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,138 +37,120 @@ class Settings:
     Args:
         isolation: "auto" takes the strongest tier that works; a tier's name takes that one or fails.
         min_isolation: weakest tier that "auto" may fall to.
-        uid_base: first of two host user ids for each slot; used as root only. Nothing else may run under them.
+        uid_base: first of two host user ids for each slot, used as root only; nothing else may run under them. 0 takes
+            a range that follows from this process's id.
         python: interpreter that programs run on; empty takes the node's own.
     """
 
     isolation: str = "auto"
     min_isolation: str = jail.PLAIN
-    uid_base: int = 1_000_000
+    uid_base: int = 0
     python: str = ""
 
     def __post_init__(self) -> None:
         for field, choices in (("isolation", ("auto", *jail.TIERS)), ("min_isolation", jail.TIERS)):
             if getattr(self, field) not in choices:
                 raise ValueError(f"{field} = {getattr(self, field)!r}: must be one of {', '.join(choices)}")
+        if not 0 <= self.uid_base < 2**31:
+            raise ValueError(f"uid_base = {self.uid_base!r}: must be 0 (derived) or an unused range of user ids")
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Tiers to try, strongest first."""
-        if self.isolation != "auto":
-            return (self.isolation,)
+        """Tiers to try, strongest first. Root never takes PLAIN (programs would run as root), others never UID."""
+        out = jail.PLAIN if os.geteuid() == 0 else jail.UID
         allowed = jail.TIERS[: jail.TIERS.index(self.min_isolation) + 1]
-        return tuple(tier for tier in allowed if tier != jail.UID or os.geteuid() == 0)
-
-
-class Image:
-    """A warm interpreter process and the lock under which it is asked for keepers."""
-
-    def __init__(self, kind: str, settings: Settings) -> None:
-        self.kind = kind
-        self._settings = settings
-        self._lock = asyncio.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self.missing = ""
-
-    async def fork_keeper(self, request: dict[str, object]) -> tuple[socket.socket, int, str]:
-        """A new keeper: its control socket, its pid and the isolation it reports. Raises SlotError."""
-        async with self._lock:
-            control = await self._start()
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ours.setblocking(False)
-            try:
-                socket.send_fds(control, [json.dumps(request).encode()], [theirs.fileno()])
-                theirs.close()
-                async with asyncio.timeout(KEEPER_START_S):
-                    loop = asyncio.get_running_loop()
-                    pid = json.loads(await loop.sock_recv(control, 4096) or b'{"pid": 0}')["pid"]
-                    status = json.loads(await loop.sock_recv(ours, 4096) or b'{"error": "it died at once"}')
-            except (OSError, TimeoutError) as error:
-                ours.close()
-                self.close()
-                raise SlotError(f"the {self.kind} image gave no keeper: {type(error).__name__}: {error}") from error
-        if "error" in status:
-            ours.close()
-            raise SlotError(f"no {request['tier']} jail: {status['error']}")
-        return ours, pid, status["tier"]
-
-    async def start(self) -> None:
-        """Have the interpreter warm. Raises SlotError."""
-        async with self._lock:
-            await self._start()
-
-    async def _start(self) -> socket.socket:
-        if self._control is not None and self._process is not None and self._process.poll() is None:
-            return self._control
-        self.close()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "image.py")
-        python = self._settings.python or sys.executable
-        self._process = subprocess.Popen(
-            [python, "-s", "-P", script, str(theirs.fileno()), self.kind],
-            env=_ENVIRONMENT,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,
-        )
-        theirs.close()
-        self._control = ours
-        try:
-            async with asyncio.timeout(IMAGE_START_S):
-                message = await asyncio.get_running_loop().sock_recv(ours, 4096)
-        except TimeoutError as error:
-            raise SlotError(f"the {self.kind} image was not warm after {IMAGE_START_S:.0f} s") from error
-        status = json.loads(message or b'{"error": "it died at once"}')
-        if "error" in status:
-            self.missing = status["error"]
-            raise SlotError(f"the {self.kind} image cannot start: {self.missing}")
-        return ours
-
-    def close(self) -> None:
-        """End the process and with it all its keepers."""
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        wanted = allowed if self.isolation == "auto" else (self.isolation,)
+        return tuple(tier for tier in wanted if tier != out)
 
 
 class Slot:
-    """One place to run: at most one call at a time, in a jail that no other slot shares."""
+    """One place to run: at most one call at a time, in a jail that no other slot shares.
 
-    def __init__(self, index: int, tier: str, images: dict[str, Image], settings: Settings, folder: str) -> None:
-        self.index = index
+    Args:
+        name: of the slot on this host; its folder and its control group are called so.
+        first_uid: the first of its two host user ids.
+        tier: one of jail.TIERS.
+        images: warm interpreters by kind.
+    """
+
+    def __init__(self, name: str, first_uid: int, tier: str, images: dict[str, Image]) -> None:
+        self._folder = os.path.join(tempfile.gettempdir(), name)
+        self._uid = first_uid
         self._tier = tier
         self._images = images
-        self._settings = settings
-        self._folder = os.path.join(folder, str(index))
-        self._keepers: dict[str, _Keeper] = {}
+        self._keepers: dict[str, KeeperEnd] = {}
+        self._memory = cgroup.SlotMemory(name)
 
     async def run(self, execution: Execution) -> Outcome:
         """Run one program. Raises SlotError when the fault is ours."""
         code = execution.code.encode("utf-8", "surrogatepass")
-        kind = "math" if _MATH_IMPORT.search(code) and not self._images["math"].missing else "bare"
+        kind = MATH if _MATH_IMPORT.search(code) and not self._images[MATH].missing else BARE
         stdin = execution.stdin.encode("utf-8", "surrogatepass")
         return await self._run(kind, keeper.RUN, code, stdin, execution.limits)
 
     async def grade(self, gold: str, answer: str) -> Outcome:
         """Ask the library whether two expressions are equal; stdout is a JSON boolean. Raises SlotError."""
         request = json.dumps({"gold": gold, "answer": answer}).encode()
-        return await self._run("grade", keeper.GRADE, request, b"", GRADE_LIMITS)
+        return await self._run(GRADE, keeper.GRADE, request, b"", GRADE_LIMITS)
 
-    async def prepare(self, kind: str) -> str:
-        """Build the keeper of a kind; return the isolation that it reports. Raises SlotError."""
+    async def prepare(self, kind: str) -> KeeperEnd:
+        """The keeper of a kind, built and tested when there is none. Raises SlotError."""
         found = self._keepers.get(kind)
-        if found is None or found.calls >= CALLS_PER_KEEPER:
+        if found is not None and found.calls < CALLS_PER_KEEPER:
+            return found
+        self.discard(kind)
+        try:
+            found = await self._images[kind].fork_keeper(self._request(kind))
+        except SlotError:
+            if kind == BARE or not self._images[kind].missing:
+                raise
+            return await self.prepare(BARE)
+        self._keepers[kind] = found
+        self._memory.join(found.pid)
+        test = await self._in(found, kind, keeper.RUN, _SELF_TEST.code.encode(), b"", _SELF_TEST.limits)
+        if test.status is not Status.OK or test.stdout != "ready\n":
             self.discard(kind)
-            found = self._keepers[kind] = await self._build(kind)
-        return found.tier
+            raise SlotError(f"self-test in the {self._tier} jail: {test.status}, {test.signal} {test.stderr.strip()!r}")
+        return found
+
+    def _request(self, kind: str) -> dict[str, object]:
+        folder = f"{self._folder}-{kind}"
+        if self._tier != jail.NAMESPACES:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            jail.wipe(folder)
+            if self._tier == jail.UID:
+                os.chown(folder, self._uid + 1, self._uid + 1)
+        return {
+            "tier": self._tier,
+            "keeper_uid": self._uid,
+            "child_uid": self._uid + 1,
+            "own_uid": os.geteuid() == 0,
+            "folder": folder,
+            "tmp_bytes": TMP_BYTES,
+            "tmp_inodes": TMP_INODES,
+        }
+
+    async def _run(self, kind: str, what: bytes, code: bytes, stdin: bytes, limits: Limits) -> Outcome:
+        try:
+            return await self._in(await self.prepare(kind), kind, what, code, stdin, limits)
+        except KeeperGoneError:
+            return await self._in(await self.prepare(kind), kind, what, code, stdin, limits)
+
+    async def _in(
+        self, owner: KeeperEnd, kind: str, what: bytes, code: bytes, stdin: bytes, limits: Limits
+    ) -> Outcome:
+        self._memory.set_limit(limits.memory_bytes)
+        job = Job(owner, limits)
+        try:
+            outcome = await job.run(what, code, stdin)
+        except BaseException:
+            self.discard(kind)
+            raise
+        if not job.clean:
+            self.discard(kind)
+        if outcome.status is Status.KILLED and outcome.signal == "SIGKILL" and self._memory.was_exceeded():
+            return dataclasses.replace(outcome, status=Status.OOM)
+        return outcome
 
     def discard(self, kind: str) -> None:
         """Kill the keeper of a kind and with it all that lives in its jail."""
@@ -196,183 +159,11 @@ class Slot:
             old.close()
 
     def close(self) -> None:
-        """Kill every keeper."""
-        for kind in list(self._keepers):
+        """Kill every keeper; remove folders and groups."""
+        for kind in KINDS:
             self.discard(kind)
-
-    async def _build(self, kind: str) -> _Keeper:
-        base = self._settings.uid_base + 2 * self.index
-        folder = f"{self._folder}-{kind}"
-        own_uid = os.geteuid() == 0
-        if self._tier != jail.NAMESPACES:
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-            jail.wipe(folder)
-            if self._tier == jail.UID:
-                os.chown(folder, base + 1, base + 1)
-        request = {
-            "tier": self._tier,
-            "keeper_uid": base,
-            "child_uid": base + 1,
-            "own_uid": own_uid,
-            "folder": folder,
-            "tmp_bytes": TMP_BYTES,
-            "tmp_inodes": TMP_INODES,
-        }
-        return _Keeper(*await self._images[kind].fork_keeper(request))
-
-    async def _run(self, kind: str, what: bytes, code: bytes, stdin: bytes, limits: Limits) -> Outcome:
-        await self.prepare(kind)
-        job = _Job(self._keepers[kind], limits)
-        try:
-            outcome = await job.run(what, code, stdin)
-        except BaseException:
-            self.discard(kind)
-            raise
-        if not job.clean:
-            self.discard(kind)
-        return outcome
-
-
-class _Keeper:
-    """The parent's end of a keeper."""
-
-    def __init__(self, control: socket.socket, pid: int, tier: str) -> None:
-        self.control = control
-        self.tier = tier
-        self.calls = 0
-        self._pidfd = os.pidfd_open(pid)
-
-    def kill(self) -> None:
-        """Kill the keeper; in its own pid namespace nothing outlives it."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Kill it and let go of its descriptors."""
-        self.kill()
-        os.close(self._pidfd)
-        self.control.close()
-
-
-class _Job:
-    """One call in one keeper: descriptors, clock, and the reading of what the kernel says."""
-
-    def __init__(self, owner: _Keeper, limits: Limits) -> None:
-        self._keeper = owner
-        self._limits = limits
-        self._loop = asyncio.get_running_loop()
-        self._ended_by: Status | None = None
-        self.clean = False
-
-    async def run(self, what: bytes, code: bytes, stdin: bytes) -> Outcome:
-        """Send the call, watch it, report it. Raises SlotError when the keeper died."""
-        owner, limits = self._keeper, self._limits
-        owner.calls += 1
-        overflow = lambda: self._kill(Status.OUTPUT_LIMIT)  # noqa: E731
-        stdout, stderr = (Capture(self._loop, limits.output_bytes, overflow) for _ in range(2))
-        feed = _Feed(self._loop, stdin)
-        code_fd = os.memfd_create("code", os.MFD_CLOEXEC)
-        try:
-            os.write(code_fd, code)
-            numbers = (limits.effective_cpu_s, limits.memory_bytes, limits.file_bytes, limits.processes)
-            request = keeper.REQUEST.pack(what, owner.calls, *(int(number) for number in numbers))
-            fds = [code_fd, feed.child_fd, stdout.child_fd, stderr.child_fd]
-            socket.send_fds(owner.control, [request], fds)
-            for stream in (feed, stdout, stderr):
-                stream.start()
-            timer = self._loop.call_later(limits.wall_s, self._kill, Status.TIMEOUT_WALL)
-            try:
-                reply = await self._loop.sock_recv(owner.control, 256)
-            finally:
-                timer.cancel()
-        except OSError as error:
-            raise SlotError(f"the slot's keeper is gone: {error}") from error
-        finally:
-            os.close(code_fd)
-            for stream in (feed, stdout, stderr):
-                stream.finish()
-        if not reply:
-            raise SlotError("the slot's keeper died during the call")
-        return self._outcome(reply, stdout, stderr)
-
-    def _kill(self, why: Status) -> None:
-        if self._ended_by is None:
-            self._ended_by = why
-            with contextlib.suppress(OSError):
-                self._keeper.control.send(keeper.REQUEST.pack(keeper.KILL, self._keeper.calls, 0, 0, 0, 0))
-            self._loop.call_later(KILL_GRACE_S, self._insist, self._keeper.calls)
-
-    def _insist(self, serial: int) -> None:
-        if not self.clean and self._keeper.calls == serial:
-            with contextlib.suppress(OSError):
-                self._keeper.kill()
-
-    def _outcome(self, reply: bytes, stdout: Capture, stderr: Capture) -> Outcome:
-        _, status, user_s, system_s, _, run_s, _, clean = keeper.REPLY.unpack(reply)
-        self.clean = bool(clean)
-        cpu_s = user_s + system_s
-        kind, exit_code, name = self._judge(status, cpu_s)
-        return Outcome(
-            status=kind,
-            stdout=stdout.text(),
-            stderr=stderr.text(),
-            exit_code=exit_code,
-            signal=name,
-            run_s=run_s,
-            cpu_s=cpu_s,
-            tier=self._keeper.tier,
-        )
-
-    def _judge(self, status: int, cpu_s: float) -> tuple[Status, int | None, str]:
-        if os.WIFEXITED(status):
-            code = os.WEXITSTATUS(status)
-            named = {0: Status.OK, EXIT_MEMORY: Status.OOM}.get(code, Status.ERROR)
-            return (Status.OUTPUT_LIMIT if self._ended_by is Status.OUTPUT_LIMIT else named), code, ""
-        number = os.WTERMSIG(status)
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        if self._ended_by is not None and number == signal.SIGKILL:
-            return self._ended_by, None, name
-        if number in (signal.SIGXCPU, signal.SIGKILL) and cpu_s >= self._limits.effective_cpu_s - 0.1:
-            return Status.TIMEOUT_CPU, None, name
-        return Status.KILLED, None, name
-
-
-class _Feed:
-    """Standard input: a pipe, always; filled at once when it fits, else as the program reads."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, data: bytes) -> None:
-        self.child_fd, self._fd = os.pipe()
-        self._loop = loop
-        self._data = memoryview(data)
-        os.set_blocking(self._fd, False)
-
-    def start(self) -> None:
-        """Close the child's end here and begin to write."""
-        os.close(self.child_fd)
-        self.child_fd = -1
-        self._write()
-        if self._fd >= 0:
-            self._loop.add_writer(self._fd, self._write)
-
-    def _write(self) -> None:
-        try:
-            while self._data:
-                self._data = self._data[os.write(self._fd, self._data) :]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            pass
-        self.finish()
-
-    def finish(self) -> None:
-        """Close what is still open."""
-        if self.child_fd >= 0:
-            os.close(self.child_fd)
-            self.child_fd = -1
-        if self._fd >= 0:
-            self._loop.remove_writer(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+            shutil.rmtree(f"{self._folder}-{kind}", ignore_errors=True)
+        self._memory.remove()
 
 
 class Executor:
@@ -388,20 +179,19 @@ class Executor:
             raise ValueError(f"slots = {slots}: must be 1 or more")
         self._count = slots
         self._settings = settings
-        self._folder = os.path.join(tempfile.gettempdir(), f"rstar2-slots-{os.getuid()}-{settings.uid_base}")
-        self._images = {kind: Image(kind, settings) for kind in ("bare", "math", "grade")}
+        self._uid_base = settings.uid_base or jail.unused_uid_base(2 * slots)
+        self._images = {kind: Image(kind, settings.python) for kind in KINDS}
         self.slots: list[Slot] = []
         self.tier = ""
         self.refused: dict[str, str] = {}
 
     async def start(self) -> None:
         """Find the strongest tier that works and build the slots. Raises SlotError."""
+        self._end_predecessors()
         for tier in self._settings.tiers:
-            if tier != jail.NAMESPACES:
-                os.makedirs(self._folder, mode=0o711, exist_ok=True)
             trial = self._slot(0, tier)
             try:
-                self.tier = await trial.prepare("bare")
+                self.tier = (await trial.prepare(BARE)).tier
             except SlotError as error:
                 self.refused[tier] = str(error)
                 continue
@@ -410,7 +200,7 @@ class Executor:
             self.slots = [self._slot(index, tier) for index in range(self._count)]
             return
         reasons = "; ".join(f"{tier}: {reason}" for tier, reason in self.refused.items())
-        raise SlotError(f"no permitted isolation works here: {reasons}")
+        raise SlotError(f"no permitted isolation works here: {reasons or 'none is permitted for this user'}")
 
     async def warm(self, kind: str) -> None:
         """Have the interpreter of a kind warm, so that the first call of that kind does not wait. Raises SlotError."""
@@ -422,15 +212,25 @@ class Executor:
         return {kind: image.missing for kind, image in self._images.items() if image.missing}
 
     def close(self) -> None:
-        """Kill all slots and interpreters and remove the working folders."""
-        for slot in self.slots:
-            slot.close()
+        """Kill all slots and interpreters."""
         for image in self._images.values():
             image.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for slot in self.slots:
+            slot.close()
 
     def _slot(self, index: int, tier: str) -> Slot:
-        return Slot(index, tier, self._images, self._settings, self._folder)
+        name = f"rstar2-slot-{os.geteuid()}-{self._uid_base}-{index}"
+        return Slot(name, self._uid_base + 2 * index, tier, self._images)
+
+    def _end_predecessors(self) -> None:
+        """As root: kill what still runs under the slots' own user ids, left by a node that was killed."""
+        if os.geteuid() != 0:
+            return
+        ours = range(self._uid_base, self._uid_base + 2 * self._count)
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{name}").st_uid in ours:
+                    os.kill(int(name), signal.SIGKILL)
 
 
 async def measure_rate(slot: Slot, code: str, calls: int) -> tuple[float, float]:

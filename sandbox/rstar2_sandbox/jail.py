@@ -31,6 +31,17 @@ _PRIVATE = "/.private"
 FILES_OPEN = 64
 
 
+def unused_uid_base(count: int) -> int:
+    """First of `count` user ids for the slots of this process, of those that this user namespace knows."""
+    with open("/proc/self/uid_map") as file:
+        rows = [[int(number) for number in line.split()] for line in file]
+    base = 1_000_000 + os.getpid() % 65536 * 4096
+    if any(start <= base and base + count <= start + length for start, _, length in rows):
+        return base
+    start, _, length = max(rows, key=lambda row: row[2])
+    return max(start, start + length - 4096)
+
+
 def visible_paths() -> list[str]:
     """Absolute paths that a child may read: the system's libraries and this interpreter, none inside another."""
     wanted = [*_SYSTEM, sys.prefix, sys.base_prefix, *sys.path, os.path.dirname(os.path.realpath(sys.executable))]

@@ -21,16 +21,27 @@ import traceback
 import types
 import zlib
 from collections.abc import Callable
-from typing import TextIO
 
 NAME = "<tool>"
 EXIT_MEMORY = 86
 _FUTURE_FLAGS = 0x1FF0000
 
 
+def open_streams() -> None:
+    """Replace the standard streams by fresh ones. Done once, by the keeper, while descriptors 0 to 2 are pipes: the
+    objects remember what they were opened on, and building them in each child would cost it a third of its faults."""
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    # Line by line: what was printed before a kill must not be lost in a buffer.
+    sys.stdout.reconfigure(line_buffering=True)
+    sys.stderr.reconfigure(line_buffering=True)
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+
+
 def run(source: bytes) -> int:
     """Run a program to its end, its threads and exit handlers included; return the exit code for _exit."""
-    streams = _open_streams()
+    streams = sys.stdout, sys.stderr
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     sys.modules["__main__"] = main
@@ -47,17 +58,6 @@ def run(source: bytes) -> int:
     return code
 
 
-def _open_streams() -> tuple[TextIO, TextIO]:
-    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
-    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
-    # Line by line: what was printed before a kill must not be lost in a buffer.
-    sys.stdout.reconfigure(line_buffering=True)
-    sys.stderr.reconfigure(line_buffering=True)
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
-    return sys.stdout, sys.stderr
-
-
 def _seed(source: bytes) -> None:
     seed = zlib.crc32(source)
     random.seed(seed)
@@ -70,6 +70,9 @@ def _execute(source: bytes, namespace: dict[str, object]) -> None:
     text = source.decode("utf-8", "surrogatepass")
     lines = text.splitlines(keepends=True)
     linecache.cache[NAME] = (len(text), None, lines, NAME)
+    if _ends_with_print(lines):
+        exec(compile(text, NAME, "exec", dont_inherit=True), namespace)  # noqa: S102
+        return
     tree = compile(text, NAME, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     body = compile(tree, NAME, "exec", dont_inherit=True)
@@ -80,6 +83,12 @@ def _execute(source: bytes, namespace: dict[str, object]) -> None:
     exec(body, namespace)  # noqa: S102
     if shown is not None:
         exec(shown, namespace)  # noqa: S102
+
+
+def _ends_with_print(lines: list[str]) -> bool:
+    """True when the last line is a print at the margin: then there is no value to show, and no tree to build."""
+    ends = [line for line in lines[-2:] if line.strip()]
+    return bool(ends) and ends[-1].startswith("print(") and not ends[0].rstrip().endswith("\\")
 
 
 def _guard(action: Callable[[], object], silent: bool = False) -> int:

@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any
 
-from rstar2_sandbox import linux, master
+from rstar2_sandbox import jail, linux, master
 
 BACKOFF_S, MAX_BACKOFF_S = 0.05, 5.0
 STATE = "state.json"
@@ -40,8 +40,7 @@ class Supervisor:
         self._folder = folder
         self._options = options
         # The same over restarts, so that a new node frees and cleans what its predecessor left.
-        base = 1_000_000 + os.getpid() % 65536 * 4096
-        self._fixed = ["--name", f"local-{os.getpid()}", "--uid_base", str(base)]
+        self._fixed = ["--name", f"local-{os.getpid()}", "--uid_base", str(jail.unused_uid_base(4096))]
         self._password = secrets.token_urlsafe(24)
         self._parent = os.getppid()
         self._children: dict[str, subprocess.Popen[bytes]] = {}

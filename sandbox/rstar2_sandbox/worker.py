@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable
 
 from rstar2_sandbox import executor, keys, protocol, verify
 from rstar2_sandbox.client import LOST, connect
+from rstar2_sandbox.images import SlotError
 from rstar2_sandbox.master import Reaper, infra_result
 from rstar2_sandbox.protocol import Call, Outcome, Status, Verification
 
@@ -150,7 +151,7 @@ class Node:
         for kind in ("math", "grade"):
             try:
                 await self._executor.warm(kind)
-            except executor.SlotError as error:
+            except SlotError as error:
                 logger.warning("%s", error)
         await asyncio.Event().wait()
 
@@ -245,7 +246,7 @@ class Node:
                     result = _rejected(call, "it waited in the queue for longer than its limit")
                 else:
                     result = await lane.run(slot, call)
-            except (executor.SlotError, protocol.ProtocolError) as error:
+            except (SlotError, protocol.ProtocolError) as error:
                 result = infra_result(call, str(error))
             except Exception as error:  # one of the three places of fault tolerance: typed and counted
                 logger.exception("call %s failed inside the node", call.key)

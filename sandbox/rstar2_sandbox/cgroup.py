@@ -1,0 +1,90 @@
+"""A memory budget for a whole slot, where this process may make control groups (version 1 or 2).
+
+The address-space limit binds one process; this binds all that a call starts, and what it writes to memory-backed files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+ROOT = "/sys/fs/cgroup"
+SLACK_BYTES = 32 * 2**20
+
+
+def _own_group() -> tuple[str, str]:
+    """Folder of this process's memory group, and the name of the file with its limit. Raises OSError."""
+    with open("/proc/self/cgroup") as file:
+        rows = [line.strip().split(":", 2) for line in file]
+    for _, controllers, path in rows:
+        if "memory" in controllers.split(","):
+            return f"{ROOT}/memory{path}", "memory.limit_in_bytes"
+    path = next((path for number, controllers, path in rows if number == "0" and not controllers), None)
+    if path is None:
+        raise FileNotFoundError("no memory control group")
+    return ROOT + path, "memory.max"
+
+
+class SlotMemory:
+    """The group of one slot; every method does nothing where groups cannot be made (`works` is False then).
+
+    Args:
+        name: of the group, unique on this host.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.works = False
+        self._limit = 0
+        self._kills = 0
+        try:
+            parent, self._limit_file = _own_group()
+            self._folder = os.path.join(parent, name)
+            os.makedirs(self._folder, exist_ok=True)
+            self.works = os.access(os.path.join(self._folder, self._limit_file), os.W_OK)
+        except OSError:
+            return
+
+    def _file(self, name: str) -> str:
+        return os.path.join(self._folder, name)
+
+    def join(self, pid: int) -> None:
+        """Move a process, and all that it will fork, into the group."""
+        if self.works:
+            try:
+                with open(self._file("cgroup.procs"), "w") as file:
+                    file.write(str(pid))
+            except OSError:
+                self.works = False
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Bound the group; written only when it changes."""
+        if self.works and limit_bytes != self._limit:
+            with contextlib.suppress(OSError), open(self._file(self._limit_file), "w") as file:
+                file.write(str(limit_bytes + SLACK_BYTES))
+                self._limit = limit_bytes
+
+    def was_exceeded(self) -> bool:
+        """True when the kernel has killed for this budget since the last time this was asked."""
+        if not self.works:
+            return False
+        name = "memory.events" if self._limit_file == "memory.max" else "memory.oom_control"
+        kills = 0
+        with contextlib.suppress(OSError), open(self._file(name)) as file:
+            kills = sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+        before, self._kills = self._kills, kills
+        return kills > before
+
+    def remove(self) -> None:
+        """Remove the group; its processes must have been killed."""
+        deadline = time.monotonic() + 1
+        while self.works:
+            try:
+                os.rmdir(self._folder)
+                return
+            except FileNotFoundError:
+                return
+            except OSError:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.005)
