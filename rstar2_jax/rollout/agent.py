@@ -85,7 +85,10 @@ class _Episode:
 
     def context_ids(self) -> list[int]:
         """All ids so far; the one place where the context is put together."""
-        return self.prompt_ids + [int(i) for turn in self.turns for i in turn.token_ids]
+        context = list(self.prompt_ids)
+        for turn in self.turns:
+            context += turn.token_ids.tolist()
+        return context
 
     def fault(self, kind: str, error: BaseException | str, *, lost: bool, waiting_for: str = "") -> None:
         """Record and log one fault."""
