@@ -8,11 +8,14 @@ import json
 import logging
 import os
 import sys
+import tempfile
+import urllib.parse
 
 from rstar2_sandbox import executor, jail, master, supervise, worker
 from rstar2_sandbox.images import SlotError
 
 URL_VARIABLE = "RSTAR2_SANDBOX_REDIS_URL"
+PASSWORD_VARIABLE = "RSTAR2_SANDBOX_REDIS_PASSWORD"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,14 +78,21 @@ def _url() -> str:
 
 
 def _master(arguments: argparse.Namespace) -> int:
-    url, process = os.environ.get(URL_VARIABLE, ""), None
-    if not url:
-        raise ValueError(f"{URL_VARIABLE} is not set")
-    try:
+    url = os.environ.get(URL_VARIABLE, "")
+    if url:
         asyncio.run(master.serve(url))
-    finally:
-        if process is not None:
-            process.kill()
+        return 0
+    password = os.environ.get(PASSWORD_VARIABLE, "")
+    if not password:
+        raise ValueError(f"set {URL_VARIABLE} to use a running Redis, or {PASSWORD_VARIABLE} to have one started")
+    with tempfile.TemporaryDirectory(prefix="rstar2-master-") as folder:
+        config = master.redis_config(folder, password, port=arguments.port, bind=arguments.bind)
+        process = master.start_redis(config)
+        try:
+            asyncio.run(master.serve(f"redis://:{urllib.parse.quote(password)}@{arguments.bind}:{arguments.port}"))
+        finally:
+            process.terminate()
+            process.wait()
     return 0
 
 

@@ -82,6 +82,7 @@ class Client:
         queue_limit_s: float = 120.0,
         retries: int = 1,
     ) -> None:
+        protocol.check_run(run)
         self.run = run
         self.epoch = epoch
         self._queue_limit_s = queue_limit_s
@@ -290,8 +291,8 @@ class Client:
             for lane in keys.LANES:
                 calls = [self._envelope(pending) for pending in batch if pending.lane == lane]
                 size = protocol.BATCH_CALLS if lane == keys.VERIFY else self._entry_calls(len(calls))
-                for start in range(0, len(calls), size):
-                    pipe.xadd(keys.stream(lane), {"calls": protocol.encode_calls(calls[start : start + size])})
+                for entry in protocol.batches(calls, size):
+                    pipe.xadd(keys.stream(lane), {"calls": entry})
             await pipe.execute()
         for pending in batch:
             pending.sent = True

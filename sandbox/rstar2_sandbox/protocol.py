@@ -16,6 +16,7 @@ MAX_STDIN_BYTES = 2**20
 MAX_TEXT_BYTES = 4 * 2**20
 MAX_KEY_CHARS = 200
 BATCH_CALLS = 64
+BATCH_BYTES = 2**20
 RESULT_TTL_S = 900
 INFRA_TTL_S = 10
 MAX_DELIVERIES = 3
@@ -198,8 +199,17 @@ def _check_bytes(name: str, text: str, limit: int) -> None:
 
 
 def _check_key(key: str) -> None:
-    if len(key) > MAX_KEY_CHARS:
-        raise ValueError(f"key has {len(key)} characters, the limit is {MAX_KEY_CHARS}: hash it first")
+    if not isinstance(key, str) or len(key) > MAX_KEY_CHARS:
+        raise ValueError(f"key = {key!r:.80}: must be text of at most {MAX_KEY_CHARS} characters; hash it first")
+    if any("\ud800" <= character <= "\udfff" for character in key):
+        raise ValueError(f"key = {key!r}: holds half a character (a surrogate); hash it first")
+
+
+def check_run(run: str) -> None:
+    """Raise ValueError when a run's name cannot be part of a Redis key."""
+    _check_key(run)
+    if not run:
+        raise ValueError("run is empty: name the run, since idempotency keys live inside it")
 
 
 def check_verification(text: str, gold: str, key: str) -> None:
@@ -220,6 +230,18 @@ def execution_from_body(body: Mapping[str, Any], key: str) -> Execution:
         return Execution(code=body["code"], stdin=body["stdin"], key=key, limits=Limits(**body["limits"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"not an execution: {type(error).__name__}: {error}") from error
+
+
+def batches(calls: list[Call], size: int) -> list[str]:
+    """Stream entries for calls: at most `size` calls each, and no second call once an entry has BATCH_BYTES."""
+    entries, part, weight = [], [], 0
+    for call in calls:
+        part.append(call)
+        weight += sum(len(value) for value in call.body.values() if isinstance(value, str))
+        if len(part) >= size or weight >= BATCH_BYTES:
+            entries.append(encode_calls(part))
+            part, weight = [], 0
+    return entries + ([encode_calls(part)] if part else [])
 
 
 def encode_calls(calls: list[Call]) -> str:

@@ -22,6 +22,7 @@ from rstar2_sandbox import jail, linux, master
 
 BACKOFF_S, MAX_BACKOFF_S = 0.05, 5.0
 STATE = "state.json"
+TRIES = 3
 
 
 def _die_with_parent() -> None:
@@ -79,6 +80,8 @@ class Supervisor:
             if recent:
                 time.sleep(min(MAX_BACKOFF_S, BACKOFF_S * 2 ** len(recent)))
             self._starts[name] = [*recent, time.monotonic()]
+            if len(recent) >= TRIES and "tier" not in self._state:
+                self._write(error=f"{name} ended {len(recent)} times before it was ready; see its messages above")
             self._children[name] = self._start_redis() if name == "redis" else self._start_worker()
             self._write(**{f"{name}_pid": self._children[name].pid})
 

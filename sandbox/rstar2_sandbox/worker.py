@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import json
 import logging
 import os
 import signal
@@ -21,27 +20,32 @@ from collections.abc import Awaitable, Callable
 
 from rstar2_sandbox import executor, keys, protocol, verify
 from rstar2_sandbox.client import LOST, connect
-from rstar2_sandbox.images import SlotError
+from rstar2_sandbox.images import GRADE, MATH, SlotError
 from rstar2_sandbox.master import Reaper, infra_result
 from rstar2_sandbox.protocol import Call, Outcome, Status, Verification
 
 BEAT_S, LEASE_S = 1.0, 3.0
 BLOCK_MS = 1000
 
-# ARGV: JSON [[result key, payload, ttl, [channels]], ...] and JSON [[stream, entry id], ...].
+# ARGV: group, number of results, then for each: result key, seconds it is kept, payload, number of channels, channels;
+# then pairs of stream and entry id to acknowledge.
 _FINISH = """
-for _, row in ipairs(cjson.decode(ARGV[1])) do
-  local payload = row[2]
-  if not redis.call('SET', row[1], payload, 'NX', 'EX', row[3]) then
-    payload = redis.call('GET', row[1]) or payload
+local at = 3
+for _ = 1, tonumber(ARGV[2]) do
+  local payload, channels = ARGV[at + 2], tonumber(ARGV[at + 3])
+  if not redis.call('SET', ARGV[at], payload, 'NX', 'EX', ARGV[at + 1]) then
+    payload = redis.call('GET', ARGV[at]) or payload
   end
-  for _, channel in ipairs(row[4]) do redis.call('PUBLISH', channel, payload) end
+  for index = at + 4, at + 3 + channels do redis.call('PUBLISH', ARGV[index], payload) end
+  at = at + 4 + channels
 end
-for _, row in ipairs(cjson.decode(ARGV[2])) do
-  redis.pcall('XACK', row[1], ARGV[3], row[2])
-  redis.call('XDEL', row[1], row[2])
+while at < #ARGV do
+  redis.pcall('XACK', ARGV[at], ARGV[1], ARGV[at + 1])
+  redis.call('XDEL', ARGV[at], ARGV[at + 1])
+  at = at + 2
 end
 """
+VERIFY_BACKLOG = 256
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +66,16 @@ class _Lane:
     name: str
     slots: list[executor.Slot]
     run: Callable[[executor.Slot, Call], Awaitable[Outcome | Verification]]
-    backlog: collections.deque[Call]
+    spare: int = 0
+    backlog: collections.deque[Call] = dataclasses.field(default_factory=collections.deque)
     busy: int = 0
     work: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     room: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @property
     def free(self) -> int:
-        return len(self.slots) - self.busy - len(self.backlog)
+        """Calls that may still be taken from the queue."""
+        return len(self.slots) + self.spare - self.busy - len(self.backlog)
 
 
 class Node:
@@ -94,8 +100,8 @@ class Node:
         self._executor = executor.Executor(slots + verify_slots, settings)
         self._lanes: dict[str, _Lane] = {}
         self._waiters: dict[str, list[tuple[_Entry, str]]] = {}
-        self._results: list[list[object]] = []
-        self._acks: list[list[str]] = []
+        self._results: list[list[str | int]] = []
+        self._acks: list[str] = []
         self._flush = asyncio.Event()
         self._clock_offset_s = 0.0
         self._joined: asyncio.Future[None]
@@ -106,8 +112,8 @@ class Node:
         await self._executor.start()
         slots = self._executor.slots
         self._lanes = {
-            keys.EXECUTE: _Lane(keys.EXECUTE, slots[: self._slots], self._execute, collections.deque()),
-            keys.VERIFY: _Lane(keys.VERIFY, slots[self._slots :], self._verify, collections.deque()),
+            keys.EXECUTE: _Lane(keys.EXECUTE, slots[: self._slots], self._execute),
+            keys.VERIFY: _Lane(keys.VERIFY, slots[self._slots :], self._verify, spare=VERIFY_BACKLOG),
         }
         self._joined = asyncio.get_running_loop().create_future()
         jobs = [self._beat(), self._flusher(), Reaper(self._redis, self.name).run(), self._warm()]
@@ -148,7 +154,7 @@ class Node:
 
     async def _warm(self) -> None:
         """Warm the larger interpreters while the node already serves; a missing one is reported once."""
-        for kind in ("math", "grade"):
+        for kind in (MATH, GRADE):
             try:
                 await self._executor.warm(kind)
             except SlotError as error:
@@ -211,7 +217,7 @@ class Node:
             calls = []
         entry = _Entry(keys.stream(lane.name), entry_id, len(calls))
         if not calls:
-            self._acks.append([entry.stream, entry.id])
+            self._acks += [entry.stream, entry.id]
             self._flush.set()
             return
         names = [keys.result(call.run, call.key) for call in calls]
@@ -224,9 +230,20 @@ class Node:
                 self._answer(name, known.decode(), protocol.RESULT_TTL_S)
             elif call.epoch < int(epoch or 0):
                 self._finish(call, _rejected(call, "superseded by a later epoch of its run"))
-            elif len(waiters) == 1:
+            elif len(waiters) == 1 and not self._settle(call):
                 lane.backlog.append(call)
         self._signal(lane)
+
+    def _settle(self, call: Call) -> bool:
+        """Answer a verification that needs no process, so that it waits behind none that does."""
+        if call.lane != keys.VERIFY:
+            return False
+        started = time.monotonic()
+        examined = _examine(call)
+        if examined.ask:
+            return False
+        self._finish(call, verify.conclude(examined, None, run_s=time.monotonic() - started))
+        return True
 
     def _signal(self, lane: _Lane) -> None:
         (lane.work.set if lane.backlog else lane.work.clear)()
@@ -260,12 +277,12 @@ class Node:
 
     async def _verify(self, slot: executor.Slot, call: Call) -> Verification:
         started = time.monotonic()
-        examined = verify.examine(str(call.body.get("text")), str(call.body.get("gold")))
+        examined = _examine(call)
         library, note = None, ""
-        if examined.ask:
+        if examined.ask and not self._executor.missing.get(GRADE):
             outcome = await slot.grade(*examined.ask)
-            note = outcome.status if outcome.status is not Status.OK else ""
-            library = json.loads(outcome.stdout) if not note else None
+            note = outcome.status.value if outcome.status is not Status.OK else ""
+            library = outcome.stdout == "true" if not note else None
         return verify.conclude(examined, library, note, time.monotonic() - started)
 
     def _finish(self, call: Call, result: Outcome | Verification) -> None:
@@ -277,11 +294,12 @@ class Node:
 
     def _answer(self, name: str, payload: str, ttl_s: int) -> None:
         waiters = self._waiters.pop(name, [])
-        self._results.append([name, payload, ttl_s, sorted({reply for _, reply in waiters})])
+        channels = {reply for _, reply in waiters}
+        self._results.append([name, ttl_s, payload, len(channels), *channels])
         for entry, _ in waiters:
             entry.left -= 1
             if entry.left == 0:
-                self._acks.append([entry.stream, entry.id])
+                self._acks += [entry.stream, entry.id]
         self._flush.set()
 
     async def _flusher(self) -> None:
@@ -294,12 +312,17 @@ class Node:
             delay_s = 0.02
             while results or acks:
                 try:
-                    await self._redis.eval(_FINISH, 0, json.dumps(results), json.dumps(acks), keys.GROUP)
+                    flat = [part for result in results for part in result]
+                    await self._redis.eval(_FINISH, 0, keys.GROUP, len(results), *flat, *acks)
                     break
                 except LOST as error:
                     logger.warning("%d results wait for Redis: %s", len(results), error)
                     await asyncio.sleep(delay_s)
                     delay_s = min(1.0, 2 * delay_s)
+
+
+def _examine(call: Call) -> verify.Examined:
+    return verify.examine(str(call.body.get("text")), str(call.body.get("gold")))
 
 
 def _rejected(call: Call, detail: str) -> Outcome | Verification:
