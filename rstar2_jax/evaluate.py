@@ -1,7 +1,7 @@
 """Evaluation of a finished run or of a Hugging Face folder: the same engine, tools and grader as in training.
 
-Writes evaluation.json (see report/evaluation.py) and the trajectories. Problems are the fixed held-out ones of the task;
-generated tasks are also asked the families that no training saw.
+Writes evaluation.json (see report/evaluation.py) and the trajectories. Problems are the fixed held-out ones of the
+task; the built-in task is also asked the families that no training saw.
 
 Deliberately not here: pass@k and the comparison of runs (report/).
 """
@@ -103,7 +103,7 @@ async def _evaluate(
             with watch.phase("rollout"):
                 found = await ask(sampler, problems, number, name, screen)
             entries.append(evaluation.evaluation_set(name, kind, [t for group in found for t in group.trajectories]))
-            trajectories.write_step(workdir, number, _records(found))
+            trajectories.write_step(workdir, number, trajectories.records(found))
             screen.note(_line(entries[-1]))
         _refuse_faulty(entries)
         watch.save()
@@ -138,27 +138,14 @@ async def ask(
     return list(await asyncio.gather(*(one(problem) for problem in problems)))
 
 
-def _records(found: Sequence[Group]) -> list[trajectories.Record]:
-    return [
-        trajectories.Record(
-            prompt=group.prompt,
-            group=place,
-            trajectory=trajectory,
-            p_err=group.p_err[index] if group.valid[index] else None,
-            p_format=group.p_format[index] if group.valid[index] else None,
-        )
-        for place, group in enumerate(found)
-        for index, trajectory in enumerate(group.trajectories)
-    ]
-
-
 def _line(entry: dict) -> str:
     low, high = entry["ci95"]
     accuracy = "-" if entry["accuracy"] is None else f"{entry['accuracy']:.3f} [{low:.3f}, {high:.3f}]"
     rate, errors = entry["tool_rate"], entry["call_error_rate_correct"]
     tool = "-" if rate is None else f"{rate:.2f}"
     wrong = "-" if errors is None else f"{errors:.3f}"
-    return f"  {entry['set']:<16} {entry['kind']:<8} accuracy {accuracy}  tool {tool}  call errors {wrong}  n {entry['n']}"
+    name, kind = entry["set"], entry["kind"]
+    return f"  {name:<18} {kind:<8} accuracy {accuracy}  tool {tool}  call errors {wrong}  n {entry['n']}"
 
 
 def _refuse_faulty(entries: Sequence[dict]) -> None:

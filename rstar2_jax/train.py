@@ -13,18 +13,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import signal
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from rstar2_jax import begin, settings
-from rstar2_jax.algo import correction, roc as roc_rule
-from rstar2_jax.data import files, prompts
+from rstar2_jax.algo import roc as roc_rule
+from rstar2_jax.data import prompts
 from rstar2_jax.io import checkpoint, clock, metrics, trajectories
 from rstar2_jax.learner import batch, objective, update
+from rstar2_jax.learner import step as learning
 from rstar2_jax.report import console
 from rstar2_jax.rollout import groups, statistics, tier
 from rstar2_jax.types import Group, TrainState
@@ -63,6 +64,7 @@ class _Desk:
     trainer: update.Learner
     source: prompts.Source
     sampler: groups.Sampler
+    reference: Any
     clock: clock.Clock
     screen: console.Console
 
@@ -149,6 +151,7 @@ async def _train(
             trainer=trainer,
             source=source,
             sampler=sampler,
+            reference=begin.load_params(run.init_from, model, run.seed) if learner.loss.kl_coef > 0 else None,
             clock=clock.Clock(workdir),
             screen=screen,
         )
@@ -179,25 +182,35 @@ async def _step(desk: _Desk, progress: _Progress) -> dict[str, float | None]:
         )
     for fault in collected.faults[:3]:
         desk.screen.note(f"! {fault}")
-    fresh = [*collected.groups[len(progress.carried) :], *collected.surplus, *collected.rejected]
+    carried = {id(group) for group in progress.carried}
+    sampled = (*collected.groups, *collected.surplus, *collected.rejected)
+    fresh = [group for group in sampled if id(group) not in carried]
     told = statistics.describe(fresh) | {"rollout/refills": float(collected.refills)}
-    stale = bool(progress.carried[: desk.rollout.prompts_per_step])
+    stale = any(id(group) in carried for group in collected.groups)
     abandoned = collected.unscored_share > desk.roc.max_unscored
     with desk.clock.phase("select"):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(desk.run.seed), progress.step), 1)
-        chosen = (
-            batch.select(collected.groups, key, desk.rollout.group_size, desk.roc, desk.learner.loss)
-            if collected.groups
-            else None
-        )
-        rows = batch.rows(collected.groups, chosen) if chosen and not abandoned else []
+        chosen = batch.select(collected.groups, key, desk.rollout.group_size, desk.roc, desk.learner.loss)
+        rows = [] if abandoned else batch.rows(collected.groups, chosen)
         work = batch.minibatches(rows, desk.learner)
         told |= {"learner/trained_rows": float(len(rows))}
     with desk.clock.phase("learn"):
-        told |= _learn(desk, progress, work, stale)
+        progress.state, learned = learning.learn(
+            desk.trainer,
+            progress.state,
+            work,
+            desk.learner.loss,
+            stale=stale,
+            reference=desk.reference,
+            on_progress=lambda done, total: desk.screen.progress("learn", done, total),
+        )
+        progress.skipped += int(learned.pop("learner/skipped") or 0)
+        told |= learned
     with desk.clock.phase("log"):
-        records = _records(collected.groups, chosen, desk.roc) + _records(collected.rejected, None, desk.roc)
-        trajectories.write_step(desk.workdir, progress.step, records)
+        weight = functools.partial(roc_rule.weights, p_floor=desk.roc.p_floor)
+        drawn = weight if desk.roc.positives == "inverse" else None
+        records = trajectories.records(collected.groups, chosen.kept, chosen.advantages, drawn)
+        trajectories.write_step(desk.workdir, progress.step, records + trajectories.records(collected.rejected))
     progress.step += 1
     progress.cursor += collected.prompts_used
     progress.carried = collected.surplus
@@ -212,54 +225,6 @@ async def _step(desk: _Desk, progress: _Progress) -> dict[str, float | None]:
             f"First fault: {collected.faults[0] if collected.faults else 'grading'}"
         )
     return told
-
-
-def _learn(
-    desk: _Desk, progress: _Progress, work: list[tuple[list[Any], float]], stale: bool
-) -> dict[str, float | None]:
-    """All optimizer steps of one rollout batch; without a row to train on the weights stay as they are."""
-    sums: dict[str, float] = {}
-    norms, losses = [], []
-    off_policy = stale or len(work) > 1
-    anchors = [_anchors(desk, progress, microbatches, stale) if off_policy else None for microbatches, _ in work]
-    done = 0
-    for (microbatches, normaliser), fixed in zip(work, anchors, strict=True):
-        progress.state, told = desk.trainer.update(progress.state, microbatches, normaliser, fixed)
-        progress.skipped += int(told["skipped"])
-        norms.append(told["grad_norm"])
-        losses.append(told["loss"])
-        sums = {k: max(sums.get(k, 0.0), v) if k.endswith("_max") else sums.get(k, 0.0) + v for k, v in told.items()}
-        done += len(microbatches)
-        desk.screen.progress("learn", done, sum(len(m) for m, _ in work))
-    if not work:
-        return {name: None for name in ("learner/loss", "learner/grad_norm", "learner/entropy_mean", "learner/lr")}
-    tokens = max(sums["tokens"], 1.0)
-    gap = {name: float(value) for name, value in correction.summarise(sums).items()}
-    return {
-        "learner/loss": float(np.mean(losses)),
-        "learner/grad_norm": float(np.mean(norms)),
-        "learner/entropy_mean": sums["entropy_sum"] / tokens,
-        "learner/lr": sums["lr"] / len(work),
-        "learner/tokens": sums["tokens"],
-        "learner/ratio_mean": sums["ratio_sum"] / tokens,
-        "learner/clip_low_frac": sums["clip_low"] / tokens,
-        "learner/clip_high_frac": sums["clip_high"] / tokens,
-        "learner/kl_old": sums["kl_old_sum"] / tokens,
-        "mismatch/logprob_gap_mean": gap["logprob_gap_mean"],
-        "mismatch/logprob_gap_max": gap["logprob_gap_max"],
-        "mismatch/k3_kl": gap["kl_k3"],
-        "mismatch/ess_frac": gap["ess_share"],
-        "mismatch/mult_prob_error": gap["mult_prob_error"],
-    }
-
-
-def _anchors(desk: _Desk, progress: _Progress, microbatches: list[Any], stale: bool) -> list[objective.Anchors]:
-    """What ratios are taken against. Groups carried over were sampled under other weights than these: then the engine's
-    own log-probabilities stand for the old policy; else the learner recomputes them before the first update."""
-    if stale:
-        return [objective.Anchors(old_logprobs=rows.behavior_logprobs) for rows in microbatches]
-    scored = desk.trainer.score(progress.state.params, microbatches)
-    return [objective.Anchors(old_logprobs=logprobs) for logprobs, _ in scored]
 
 
 async def _publish(desk: _Desk, progress: _Progress) -> None:
@@ -287,32 +252,8 @@ def _save_when_due(desk: _Desk, store: checkpoint.Checkpoints, progress: _Progre
         store.save(progress.step, progress.state, record)
 
 
-def _records(
-    sampled: tuple[Group, ...], chosen: batch.Selection | None, how: settings.Roc
-) -> list[trajectories.Record]:
-    """Every rollout of a step as the trainer saw it, in the order of groups and samples."""
-    records = []
-    for place, group in enumerate(sampled):
-        for index, trajectory in enumerate(group.trajectories):
-            kept = bool(chosen is not None and chosen.kept[place, index])
-            drawn = bool(group.valid[index] and group.rewards[index]) and how.positives == "inverse"
-            records.append(
-                trajectories.Record(
-                    prompt=group.prompt,
-                    group=place,
-                    trajectory=trajectory,
-                    p_err=group.p_err[index] if group.valid[index] else None,
-                    p_format=group.p_format[index] if group.valid[index] else None,
-                    kept=kept,
-                    weight=float(roc_rule.weights(group.penalties[index], how.p_floor)) if drawn else None,
-                    advantage=float(chosen.advantages[place, index]) if kept and chosen is not None else None,
-                )
-            )
-    return records
-
-
 def _stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set; the loop then ends after the step, with a checkpoint. A second one kills."""
+    """An event that SIGTERM and SIGINT set: the loop ends after the step, with a checkpoint. A second one kills."""
     stopping, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def stop(number: signal.Signals) -> None:
@@ -334,11 +275,6 @@ def _check(run: settings.Run, rollout: settings.Rollout, learner: settings.Learn
     if longest > model.max_positions:
         raise ValueError(
             f"an episode may take {longest} tokens, but Model.max_positions = {model.max_positions}: lower the budgets"
-        )
-    if learner.loss.kl_coef > 0 or learner.loss.high_entropy_share < 1:
-        raise ValueError(
-            "Loss.kl_coef and Loss.high_entropy_share need a further forward pass that train.train does not make: "
-            "set kl_coef = 0 and high_entropy_share = 1"
         )
     if run.steps == 0:
         raise ValueError("Run.steps = 0: training needs at least one step (--steps=...)")

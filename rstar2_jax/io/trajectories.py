@@ -19,7 +19,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,40 @@ class Record:
     advantage: float | None = None
 
 
-def write_step(workdir: str | os.PathLike[str], step: int, records: Iterable[Record]) -> Path:
+def records(
+    groups: Sequence[Group],
+    kept: np.ndarray | None = None,
+    advantages: np.ndarray | None = None,
+    weight: Callable[[float], float] | None = None,
+) -> list[Record]:
+    """Every rollout of the groups, in their order, with what training made of it.
+
+    Args:
+        kept, advantages: [P, N] as selected; None where nothing was trained on.
+        weight: maps a penalty to the weight that a correct rollout was drawn by; None where none was drawn by weight.
+    """
+    found = []
+    for place, group in enumerate(groups):
+        for index, trajectory in enumerate(group.trajectories):
+            scored = bool(group.valid[index])
+            chosen = kept is not None and bool(kept[place, index])
+            drawn = weight is not None and scored and bool(group.rewards[index])
+            found.append(
+                Record(
+                    prompt=group.prompt,
+                    group=place,
+                    trajectory=trajectory,
+                    p_err=group.p_err[index] if scored else None,
+                    p_format=group.p_format[index] if scored else None,
+                    kept=chosen,
+                    weight=float(weight(float(group.penalties[index]))) if drawn and weight is not None else None,
+                    advantage=float(advantages[place, index]) if chosen and advantages is not None else None,
+                )
+            )
+    return found
+
+
+def write_step(workdir: str | os.PathLike[str], step: int, rollouts: Iterable[Record]) -> Path:
     """The file that now holds the records of the step; an earlier file of this step is replaced.
 
     Raises:
@@ -80,7 +113,7 @@ def write_step(workdir: str | os.PathLike[str], step: int, records: Iterable[Rec
         raise ValueError(f"step {step}: steps are counted from 0")
     path = _path(workdir, step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(record_to_json(record), allow_nan=False) for record in records]
+    lines = [json.dumps(record_to_json(record), allow_nan=False) for record in rollouts]
     header = json.dumps({"format": FORMAT, "step": step, "count": len(lines)})
     part = path.with_name(path.name + ".tmp")
     with part.open("wb") as file:

@@ -34,14 +34,26 @@ class Selection:
     advantages: np.ndarray
 
 
-def select(groups: Sequence[Group], key: jax.Array, group_size: int, how: settings.Roc, loss: settings.Loss) -> Selection:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Minibatch:
+    """The rows of one optimizer step: micro-batches of equal shape, and the normaliser over all of them."""
+
+    microbatches: list[TrainBatch]
+    normaliser: float
+
+
+def select(
+    groups: Sequence[Group], key: jax.Array, group_size: int, how: settings.Roc, loss: settings.Loss
+) -> Selection:
     """Which rollouts of each group are trained on and with which advantage; groups may differ in size.
 
     Args:
-        groups: of one step, at least one.
+        groups: of one step; none gives an empty selection.
         key: PRNG key of the step's selection.
         group_size: G.
     """
+    if not groups:
+        return Selection(kept=np.zeros((0, 0), bool), advantages=np.zeros((0, 0), np.float32))
     widest = max(len(group.trajectories) for group in groups)
     rewards, penalties = (np.zeros((len(groups), widest), np.float32) for _ in range(2))
     valid = np.zeros((len(groups), widest), bool)
@@ -91,8 +103,8 @@ def cut(whole: TrainBatch, microbatch_rows: int) -> list[TrainBatch]:
     return [jax.tree.map(lambda leaf, at=at: leaf[at : at + microbatch_rows], whole) for at in starts]
 
 
-def minibatches(training: Sequence[pack.Row], learner: settings.Learner) -> list[tuple[list[TrainBatch], float]]:
-    """(micro-batches, normaliser) of each optimizer step of this rollout batch.
+def minibatches(training: Sequence[pack.Row], learner: settings.Learner) -> list[Minibatch]:
+    """The optimizer steps of this rollout batch; none when there is nothing to train on.
 
     Rows are dealt to `learner.minibatches` optimizer steps in turn, so that each step sees every group.
     """
@@ -102,7 +114,8 @@ def minibatches(training: Sequence[pack.Row], learner: settings.Learner) -> list
         if not share:
             continue
         whole = pack.pack(share, row_tokens=learner.row_tokens, rows_multiple=learner.microbatch_rows)
-        made.append((cut(whole, learner.microbatch_rows), _normaliser(whole, learner.loss)))
+        parts = cut(whole, learner.microbatch_rows)
+        made.append(Minibatch(microbatches=parts, normaliser=_normaliser(whole, learner.loss)))
     return made
 
 

@@ -62,6 +62,9 @@ class Fault:
     lost: bool
 
 
+_OURS = frozenset({CallStatus.INFRA, CallStatus.REJECTED})
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Episode:
     """What one running episode knows."""
@@ -142,7 +145,9 @@ async def run_episode(
 ) -> Trajectory:
     """One trajectory, ungraded. It is LOST when a fault of ours ended it, with the finished turns kept.
 
-    After each turn the first of these that holds ends the episode: the engine met the token limit (LENGTH, nothing of
+    A call that the infrastructure failed (INFRA or REJECTED after the client's own retries) ends the episode as LOST: an
+    answer given without its tool would be graded for our fault. After each turn the first of these that holds ends the
+    episode: the engine met the token limit (LENGTH, nothing of
     the turn is executed); no tool call (ANSWERED); no token left (BUDGET); turn limit (TURNS, the calls are not
     executed); the tool replies and one more id do not fit (BUDGET, nothing is appended).
 
@@ -247,6 +252,9 @@ async def _finish_turn(episode: _Episode, generation: Generation) -> StopReason 
         episode.turns.append(_make_turn(generation, calls=calls, results=refused))
         return StopReason.BUDGET if out_of_budget else StopReason.TURNS
     results = await _run_calls(episode, calls)
+    if any(result.status in _OURS for result in results):
+        episode.turns.append(_make_turn(generation, calls=calls, results=results))
+        return StopReason.LOST
     replies = [
         chat_room.tool_reply_text(result, call, episode.chat.tokenizer, settings.max_reply_tokens)
         for call, result in zip(calls, results, strict=True)
@@ -283,8 +291,11 @@ async def _run_calls(episode: _Episode, calls: tuple[ToolCall, ...]) -> tuple[To
             raise outcome
         if not isinstance(outcome, ToolResult):
             fault = outcome if isinstance(outcome, BaseException) else f"gave {outcome!r} instead of a ToolResult"
-            episode.fault("tool", fault, lost=False, waiting_for=place + where)
+            episode.fault("tool", fault, lost=True, waiting_for=place + where)
             outcome = ToolResult(status=CallStatus.INFRA, stderr="the tool was not available")
+        elif outcome.status in _OURS:
+            reason = outcome.stderr or "no reason given"
+            episode.fault("tool", f"{outcome.status.value}: {reason}", lost=True, waiting_for=place + where)
         results.append(outcome)
     refused = f"at most {limit} calls are executed in one turn; this one was not"
     return (*results, *_refused(len(calls[limit:]), refused))

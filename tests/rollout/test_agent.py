@@ -356,13 +356,14 @@ def test_a_call_to_a_tool_that_is_not_there_is_answered(chat):
 
 
 @pytest.mark.parametrize("code", ["raise", "none", "closed"])
-def test_a_tool_that_breaks_gives_an_infrastructure_reply_and_a_named_fault(chat, code, caplog):
+def test_a_tool_that_breaks_ends_the_episode_as_lost_with_its_status_on_record_and_a_named_fault(chat, code, caplog):
     with caplog.at_level(logging.WARNING):
         trajectory, _, faults = run(chat, [call_text(code, "1"), ANSWER])
-    assert trajectory.stop_reason is StopReason.ANSWERED
-    assert statuses(trajectory.turns[0]) == ["infra", "ok"]
+    assert trajectory.stop_reason is StopReason.LOST
+    assert statuses(trajectory.turns[0]) == ["infra", "ok"] and len(trajectory.turns) == 1
+    assert bool(trajectory.turns[0].mask.all())
     (fault,) = faults
-    assert fault.kind == "tool" and not fault.lost and fault.prompt_id == PROMPT.id and fault.turn == 0
+    assert fault.kind == "tool" and fault.lost and fault.prompt_id == PROMPT.id and fault.turn == 0
     assert TOOL in fault.waiting_for and "sum/17/3/0" in fault.waiting_for
 
 
