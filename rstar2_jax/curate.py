@@ -47,8 +47,8 @@ def curate(
     """
     if samples < 1 or not run.init_from:
         raise ValueError(
-            f"samples = {samples}, Run.init_from = {run.init_from!r}: the filter needs a model to ask, and at least one "
-            "rollout of each problem"
+            f"samples = {samples}, Run.init_from = {run.init_from!r}: the filter needs a model to ask, and one rollout "
+            "of each problem or more"
         )
     done = Path(run.workdir) / PROMPTS_FILE
     if done.exists():
@@ -74,12 +74,10 @@ async def _curate(
     workdir = Path(run.workdir)
     asked = dataclasses.replace(rollout, group_size=samples, oversample=samples)
     watch = clock.Clock(workdir)
-    source = prompts.make_source(task)
     total = rollout.prompts_per_step
     title = f"{workdir.name}: {total} problems x {samples} rollouts from {run.init_from}"
     async with contextlib.AsyncExitStack() as stack:
         screen = stack.enter_context(console.Console(1, title))
-        screen.note(source.report)
         opened = tier.open_tier(workdir.name, model, task, asked, sandbox, report=screen.note)
         rooms = await stack.enter_async_context(opened)
         weights = str(workdir / "weights")
@@ -95,6 +93,8 @@ async def _curate(
             roc=settings.Roc(reject_equal=False),
             seed=run.seed,
         )
+        source = prompts.make_source(task).within(rooms.prompt_tokens, rollout.max_prompt_tokens)
+        screen.note(source.report)
         with watch.phase("rollout"):
             problems = source.batch(run.seed, 0, total)
             found = await evaluate.ask(sampler, problems, 0, "problems", screen)

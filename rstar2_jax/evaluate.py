@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rstar2_jax import begin, settings
@@ -100,6 +100,7 @@ async def _evaluate(
         )
         entries = []
         for number, (name, kind, problems) in enumerate(sets):
+            _refuse_long(name, problems, rooms.prompt_tokens, rollout.max_prompt_tokens)
             with watch.phase("rollout"):
                 found = await ask(sampler, problems, number, name, screen)
             entries.append(evaluation.evaluation_set(name, kind, [t for group in found for t in group.trajectories]))
@@ -146,6 +147,15 @@ def _line(entry: dict) -> str:
     wrong = "-" if errors is None else f"{errors:.3f}"
     name, kind = entry["set"], entry["kind"]
     return f"  {name:<18} {kind:<8} accuracy {accuracy}  tool {tool}  call errors {wrong}  n {entry['n']}"
+
+
+def _refuse_long(name: str, problems: Sequence[Prompt], length: Callable[[Prompt], int], limit: int) -> None:
+    longest = max(problems, key=length)
+    if length(longest) > limit:
+        raise ValueError(
+            f"set {name}: problem {longest.id!r} has {length(longest)} tokens, above Rollout.max_prompt_tokens = {limit}; "
+            "an evaluation leaves no problem out: raise the limit"
+        )
 
 
 def _refuse_faulty(entries: Sequence[dict]) -> None:

@@ -40,6 +40,10 @@ class Source(Protocol):
         """The same prompts with code that leads to their answers, where known."""
         ...
 
+    def within(self, length: Callable[[Prompt], int], limit: int) -> Source:
+        """This source without the prompts that are longer than the limit, as far as they are known beforehand."""
+        ...
+
 
 class GeneratedSource:
     """Problems made on demand from (seed, index)."""
@@ -57,6 +61,11 @@ class GeneratedSource:
         """The same prompts with code that leads to their answers, where known."""
         _check_cursor(cursor, count)
         return [self._make((seed, index), index) for index in range(cursor, cursor + count)]
+
+    def within(self, length: Callable[[Prompt], int], limit: int) -> GeneratedSource:
+        """This very source: what is made on demand is measured when it is used."""
+        del length, limit
+        return self
 
 
 class FiniteSource:
@@ -89,6 +98,25 @@ class FiniteSource:
             taken = order[position : position + count - len(chosen)]
             chosen.extend(self._rows[int(i)] for i in taken)
         return chosen
+
+    def within(self, length: Callable[[Prompt], int], limit: int) -> FiniteSource:
+        """The source without prompts longer than the limit; its report says how many were left out.
+
+        Args:
+            length: tokens of a prompt as the model sees it.
+
+        Raises:
+            ValueError: no prompt is left.
+        """
+        rows = [row for row in self._rows if length(row.prompt) <= limit]
+        if not rows:
+            shortest = min(length(row.prompt) for row in self._rows)
+            raise ValueError(
+                f"all {self.size} prompts are longer than Rollout.max_prompt_tokens = {limit}: the shortest has "
+                f"{shortest} tokens; raise the limit or use a shorter template"
+            )
+        left_out = self.size - len(rows)
+        return FiniteSource(rows, self.report + (f"; {left_out} longer than {limit} tokens left out" if left_out else ""))
 
 
 def make_source(task: settings.Task) -> Source:

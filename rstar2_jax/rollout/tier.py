@@ -16,6 +16,7 @@ from rstar2_jax.reward import outcome
 from rstar2_jax.rollout import jax_engine
 from rstar2_jax.rollout.engine import RolloutEngine
 from rstar2_jax.tools import cluster, protocol, python
+from rstar2_jax.types import Prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,10 @@ class Tier:
     chat: chats.Chat
     tools: protocol.Registry
     grader: cluster.Client
+
+    def prompt_tokens(self, prompt: Prompt) -> int:
+        """Length of a prompt as the model sees it, in tokens."""
+        return len(self.chat.prompt_ids(prompt.question))
 
 
 @contextlib.asynccontextmanager

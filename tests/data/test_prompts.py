@@ -255,3 +255,15 @@ def test_a_hub_set_without_its_library_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="pip install datasets or give a path"):
         prompts.make_source(settings.Task(source="gsm8k", tokenizer="box"))
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted_and_the_order_stays_a_function_of_the_cursor(tmp_path):
+    made = [{**row, "question": row["question"] + "x" * i} for i, row in enumerate(rows(40))]
+    source = prompts.make_source(folder_task(tmp_path, made, rows(3, start=100)))
+    limit = sorted(len(prompt.question) for prompt in source.batch(0, 0, source.size))[20]
+    short = source.within(lambda prompt: len(prompt.question), limit)
+    assert 0 < short.size < source.size and f"{source.size - short.size} longer than {limit} tokens" in short.report
+    assert all(len(prompt.question) <= limit for prompt in short.batch(0, 0, 2 * short.size))
+    assert short.batch(3, 0, 8)[3:] == short.batch(3, 3, 5)
+    with pytest.raises(ValueError, match=r"longer than Rollout.max_prompt_tokens = 0: the shortest has \d+"):
+        source.within(lambda prompt: len(prompt.question), 0)
