@@ -147,10 +147,7 @@ def policy_loss(
 
     Returns:
         loss: f32[].
-        statistics (sums over trained tokens, to be added over micro-batches): tokens; live_tokens (advantage not
-        0); policy_loss_sum (unweighted token losses); ratio_sum; clip_low, clip_high, clip_dual (tokens whose gradient
-        the bound cut); kl_old_sum (k3 of old against policy); and, where given, kl_ref_sum, entropy_sum,
-        high_entropy_tokens, weight_sum.
+        statistics: sums over trained tokens, see `_statistics`.
 
     Raises:
         ValueError: the settings ask for an extra that is missing.
@@ -162,20 +159,9 @@ def policy_loss(
     mask = jnp.asarray(mask)
     trained = mask.astype(jnp.float32)
     gap = correction.log_ratio(policy_logprobs, jax.lax.stop_gradient(jnp.asarray(old_logprobs)), mask)
-    ratio = jnp.exp(gap)
     safe_advantages = jnp.where(mask, advantages, 0.0)
-    losses = token_losses(ratio, safe_advantages, settings)
-    dual = (safe_advantages < 0) & (ratio > settings.dual_clip) if settings.dual_clip else jnp.zeros_like(mask)
-    statistics = {
-        "tokens": trained.sum(),
-        "live_tokens": (safe_advantages != 0).astype(jnp.float32).sum(),
-        "policy_loss_sum": losses.sum(),
-        "ratio_sum": (trained * ratio).sum(),
-        "clip_low": (trained * ((safe_advantages < 0) & (ratio < 1 - settings.eps_low))).sum(),
-        "clip_high": (trained * ((safe_advantages > 0) & (ratio > 1 + settings.eps_high))).sum(),
-        "clip_dual": (trained * dual).sum(),
-        "kl_old_sum": (jnp.expm1(gap) - gap).sum(),
-    }
+    losses = token_losses(jnp.exp(gap), safe_advantages, settings)
+    statistics = _statistics(gap, trained, safe_advantages, losses, settings)
     if extras.weights is not None:
         weights = jnp.where(mask, jax.lax.stop_gradient(jnp.asarray(extras.weights)), 0.0)
         losses = losses * weights
@@ -185,6 +171,29 @@ def policy_loss(
     if settings.aggregation == "seq_mean":
         losses = losses * jnp.where(mask, extras.inverse_lengths, 0.0)
     return losses.sum() / normaliser, jax.lax.stop_gradient(statistics)
+
+
+def _statistics(
+    gap: jax.Array, trained: jax.Array, advantages: jax.Array, losses: jax.Array, settings: settings.Loss
+) -> dict[str, jax.Array]:
+    """Sums over the trained tokens of a micro-batch, to be added over micro-batches.
+
+    tokens; live_tokens (advantage not 0); policy_loss_sum (token losses before any weight); ratio_sum; clip_low,
+    clip_high, clip_dual (tokens whose gradient that bound cut); kl_old_sum (k3 of old against policy). policy_loss
+    adds, where their input is given, weight_sum, kl_ref_sum, entropy_sum and high_entropy_tokens.
+    """
+    ratio = jnp.exp(gap)
+    dual = (advantages < 0) & (ratio > settings.dual_clip) if settings.dual_clip else jnp.zeros(gap.shape, bool)
+    return {
+        "tokens": trained.sum(),
+        "live_tokens": (advantages != 0).astype(jnp.float32).sum(),
+        "policy_loss_sum": losses.sum(),
+        "ratio_sum": (trained * ratio).sum(),
+        "clip_low": (trained * ((advantages < 0) & (ratio < 1 - settings.eps_low))).sum(),
+        "clip_high": (trained * ((advantages > 0) & (ratio > 1 + settings.eps_high))).sum(),
+        "clip_dual": (trained * dual).sum(),
+        "kl_old_sum": (jnp.expm1(gap) - gap).sum(),
+    }
 
 
 def _other_terms(

@@ -8,17 +8,15 @@ Deliberately not here: the penalties themselves (reward/quality.py), refilling a
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from rstar2_jax import settings
 
-_QUADRATURE_POINTS = 200
+_POINTS = 256
 
 
 def num_positives(
@@ -157,46 +155,39 @@ def live_groups(rewards: Float[Any, "P N"], kept: Bool[Any, "P N"]) -> Bool[Arra
     return highest > lowest
 
 
-@functools.cache
-def _quadrature() -> tuple[np.ndarray, np.ndarray]:
-    """Points in (0, 1) and their masses."""
-    points, masses = np.polynomial.legendre.leggauss(_QUADRATURE_POINTS)
-    return (points + 1) / 2, masses / 2
-
-
-def inclusion_probabilities(penalties: Float[np.ndarray, " n"], count: int, p_floor: float) -> Float[np.ndarray, " n"]:
+def inclusion_probabilities(penalties: Float[Any, " n"], count: int, p_floor: float) -> Float[Array, " n"]:
     """Chance of each correct rollout to be among `count` kept ones under `inverse`: what a viewer shows as its odds.
 
     With arrival times E_i / w_i (E_i exponential) the kept ones are the first `count` to arrive, so
-    pi_i = integral over t of w_i exp(-w_i t) P(fewer than `count` others arrived before t), by Gauss-Legendre in
-    u = exp(-t * smallest weight). Host only (numpy), O(n^2 * count); exact to about 1e-6 for weights within a
-    factor of 100.
+    pi_i = integral over t of w_i exp(-w_i t) P(fewer than `count` others arrived before t), by Fejer's first rule in
+    u = exp(-t * smallest weight); exact to about 1e-5 in float32.
 
     Args:
         penalties: p_total of the correct rollouts of one group.
-        count: how many of them are kept.
+        count: how many of them are kept; static under jit.
         p_floor: as in `weights`.
 
-    >>> inclusion_probabilities(np.array([0.0, 0.0, 0.5, 1.0]), 2, 0.1).round(4)
-    array([0.8491, 0.8491, 0.1943, 0.1075])
+    >>> [round(float(p), 4) for p in inclusion_probabilities(jnp.array([0.0, 0.0, 0.5, 1.0]), 2, 0.1)]
+    [0.8491, 0.8491, 0.1943, 0.1075]
     """
-    n = len(penalties)
-    if count >= n:
-        return np.ones(n)
-    if count <= 0:
-        return np.zeros(n)
-    speed = 1.0 / (np.asarray(penalties, np.float64) + p_floor)
+    n = jnp.shape(penalties)[0]
+    if count >= n or count <= 0:
+        return jnp.full(n, float(count > 0))
+    speed = weights(penalties, p_floor)
     speed = speed / speed.min()
-    u, masses = _quadrature()
-    waiting = u[None, :] ** speed[:, None]
-    result = np.empty(n)
-    for i in range(n):
-        arrived = np.zeros((count, len(u)))  # arrived[c] = P(exactly c of the others came before t), c < count
-        arrived[0] = 1.0
-        for j in range(n):
-            if j != i:
-                shifted = np.vstack([np.zeros((1, len(u))), arrived[:-1]])
-                arrived = arrived * waiting[j] + shifted * (1 - waiting[j])
-        density = speed[i] * u ** (speed[i] - 1)
-        result[i] = float((density * arrived.sum(axis=0) * masses).sum())
-    return result
+    angle = (jnp.arange(_POINTS) + 0.5) * (jnp.pi / _POINTS)
+    even = 2.0 * jnp.arange(1, _POINTS // 2 + 1)
+    mass = (1.0 - 2.0 * (jnp.cos(angle[:, None] * even) / (even**2 - 1.0)).sum(axis=1)) / _POINTS
+    log_u = 2.0 * jnp.log(jnp.sin(angle / 2))
+    waiting = jnp.exp(speed[:, None] * log_u)
+
+    def admit(arrived: jax.Array, j: jax.Array) -> tuple[jax.Array, None]:
+        """arrived[i, c] = chance that exactly c of the others of i so far came before t, for c < count."""
+        late = jnp.where(jnp.arange(n)[:, None] == j, 1.0, waiting[j])[:, None, :]
+        shifted = jnp.pad(arrived, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        return arrived * late + shifted * (1.0 - late), None
+
+    start = jnp.zeros((n, count, _POINTS)).at[:, 0].set(1.0)
+    arrived, _ = jax.lax.scan(admit, start, jnp.arange(n))
+    density = speed[:, None] * jnp.exp((speed[:, None] - 1.0) * log_u)
+    return (density * arrived.sum(axis=1) * mass).sum(axis=1)

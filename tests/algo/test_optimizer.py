@@ -94,8 +94,9 @@ def test_the_three_ways_between_stages_are_distinct():
     transform = optimizer.make_optimizer(how, 10)
     params = {"kernel": jnp.ones((2, 2))}
     state = transform.init(params)
+    step = jax.jit(transform.update)
     for _ in range(5):
-        _, state = transform.update({"kernel": jnp.full((2, 2), 0.1)}, state, params)
+        _, state = step({"kernel": jnp.full((2, 2), 0.1)}, state, params)
     restarted = optimizer.restart_schedule(state)
     assert optimizer.schedule_step(state) == 5
     assert optimizer.schedule_step(restarted) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fractions
-import functools
 import itertools
 
 import jax
@@ -17,12 +16,14 @@ from hypothesis import strategies as st
 from rstar2_jax import settings
 from rstar2_jax.algo import roc
 
-DRAWS = 60_000
+ROWS, CALLS = 512, 60
+PAPER = settings.Roc()
 KEPT_OF_32 = {
     0: 0, 1: 1, 2: 2, 3: 2, 4: 2, 5: 2, 7: 4, 8: 4, 15: 8, 16: 8, 17: 8, 27: 14, 29: 14, 30: 14, 31: 15, 32: 16,
 }  # fmt: skip
 
 count_positives = jax.jit(roc.num_positives, static_argnums=(2, 3))
+inclusion_probabilities = jax.jit(roc.inclusion_probabilities, static_argnums=(1, 2))
 resample = jax.jit(roc.resample, static_argnames=("group_size", "settings"))
 
 
@@ -54,22 +55,32 @@ def successive_inclusion(penalties: list[float], count: int, p_floor: float) -> 
     return chances
 
 
-@functools.partial(jax.jit, static_argnames=("group_size", "how"))
-def draw_many(keys, rewards, penalties, group_size: int, how: settings.Roc):
-    def one(key):
-        everything = jnp.ones((1, len(rewards)), bool)
-        indices, kept = roc.resample(
-            key, rewards[None], penalties[None], everything, group_size=group_size, settings=how
+def choose(key, rewards, penalties, valid=None, how: settings.Roc = PAPER) -> tuple[np.ndarray, np.ndarray]:
+    """resample at one compiled shape: unscored rows and columns are added and taken away again. G is 4."""
+    rewards, penalties = np.asarray(rewards, np.float32), np.asarray(penalties, np.float32)
+    valid = np.ones(rewards.shape, bool) if valid is None else np.asarray(valid)
+    spare = ((0, ROWS - rewards.shape[0]), (0, 8 - rewards.shape[1]))
+    wide = (np.pad(values, spare) for values in (rewards, penalties, valid))
+    indices, kept = resample(key, *wide, group_size=4, settings=how)
+    return np.asarray(indices)[: len(rewards)], np.asarray(kept)[: len(rewards)]
+
+
+def inclusion_of_many(rewards, penalties, how: settings.Roc = PAPER) -> np.ndarray:
+    """bool[draws, N]: which columns of one group were kept, over prompts and keys."""
+    chosen = np.zeros((CALLS, ROWS, len(rewards)), bool)
+    for call in range(CALLS):
+        indices, kept = choose(
+            jax.random.key(call), np.tile(rewards, (ROWS, 1)), np.tile(penalties, (ROWS, 1)), how=how
         )
-        return jnp.zeros(len(rewards)).at[indices[0]].add(kept[0])
+        chosen[call, np.arange(ROWS)[:, None], indices] |= kept
+    return chosen.reshape(-1, len(rewards)).astype(np.float64)
 
-    return jax.vmap(one)(keys)
 
-
-def measured_inclusion(rewards, penalties, group_size: int, how: settings.Roc) -> np.ndarray:
-    keys = jax.random.split(jax.random.key(20), DRAWS)
-    rewards, penalties = (jnp.array(values, jnp.float32) for values in (rewards, penalties))
-    return np.asarray(draw_many(keys, rewards, penalties, group_size, how), np.float64)
+def within_noise(measured: np.ndarray, exact) -> bool:
+    """True when every mean lies within 4.5 standard errors (and the four digits given) of its exact value."""
+    exact = np.asarray(exact)
+    error = 4.5 * np.sqrt(exact * (1 - exact) / len(measured)) + 5e-5
+    return bool(np.all(np.abs(measured.mean(axis=0) - exact) < error))
 
 
 def test_kept_positives_follow_the_published_counts():
@@ -110,42 +121,33 @@ def test_odd_groups_keep_exactly_g():
 
 @pytest.mark.parametrize("positives", ["inverse", "greedy", "uniform"])
 def test_exactly_min_of_g_and_scored_are_kept_for_every_split(positives):
-    columns, group_size = 8, 4
-    splits = [(p, n) for p in range(columns + 1) for n in range(columns + 1 - p)]
+    splits = [(p, n) for p in range(9) for n in range(9 - p)]
     order = np.random.default_rng(0)
-    rewards, valid = np.zeros((len(splits), columns), np.float32), np.zeros((len(splits), columns), bool)
+    rewards, valid = np.zeros((len(splits), 8), np.float32), np.zeros((len(splits), 8), bool)
     for row, (pos, neg) in enumerate(splits):
-        places = order.permutation(columns)
+        places = order.permutation(8)
         rewards[row, places[:pos]] = 1
         valid[row, places[: pos + neg]] = True
-    penalties = order.uniform(0, 2, rewards.shape).astype(np.float32)
-    how = settings.Roc(positives=positives)
-    indices, kept = map(np.asarray, resample(jax.random.key(3), rewards, penalties, valid, group_size=4, settings=how))
+    penalties = order.uniform(0, 2, rewards.shape)
+    indices, kept = choose(jax.random.key(3), rewards, penalties, valid, settings.Roc(positives=positives))
     for row, (pos, neg) in enumerate(splits):
         chosen = indices[row, kept[row]]
-        assert len(set(chosen.tolist())) == len(chosen) == min(group_size, pos + neg)
+        assert len(set(chosen.tolist())) == len(chosen) == min(4, pos + neg)
         assert valid[row, chosen].all()
-        assert rewards[row, chosen].sum() == reference_count(pos, neg, group_size, 1)
+        assert rewards[row, chosen].sum() == reference_count(pos, neg, 4, 1)
         assert kept[row].tolist() == sorted(kept[row].tolist(), reverse=True)
         assert chosen.tolist() == sorted(chosen.tolist())
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.booleans(), st.booleans(), st.floats(0, 2, width=32)), min_size=8, max_size=8),
+    st.lists(st.tuples(st.booleans(), st.booleans(), st.floats(0, 2, width=32)), min_size=1, max_size=8),
     st.integers(0, 2**31 - 1),
 )
 def test_any_group_keeps_g_distinct_scored_rows(rows, seed):
     rewards, valid, penalties = (np.array(column)[None] for column in zip(*rows, strict=True))
-    indices, kept = resample(
-        jax.random.key(seed),
-        rewards.astype(np.float32),
-        penalties.astype(np.float32),
-        valid,
-        group_size=4,
-        settings=settings.Roc(),
-    )
-    chosen = np.asarray(indices)[np.asarray(kept)]
+    indices, kept = choose(jax.random.key(seed), rewards, penalties, valid)
+    chosen = indices[kept]
     assert len(chosen) == len(set(chosen.tolist())) == min(4, int(valid.sum()))
     assert valid[0, chosen].all()
     pos, neg = int((rewards & valid).sum()), int((~rewards & valid).sum())
@@ -162,43 +164,47 @@ def test_any_group_keeps_g_distinct_scored_rows(rows, seed):
 )
 def test_inclusion_probabilities_of_correct_rollouts_are_exact(penalties, p_floor, exact):
     assert successive_inclusion(penalties, 2, p_floor) == pytest.approx(exact, abs=5e-5)
-    assert roc.inclusion_probabilities(np.array(penalties), 2, p_floor) == pytest.approx(exact, abs=5e-5)
-    measured = measured_inclusion([1] * 4, penalties, 2, settings.Roc(p_floor=p_floor)).mean(axis=0)
-    sigma = np.sqrt(np.array(exact) * (1 - np.array(exact)) / DRAWS)
-    assert np.all(np.abs(measured - exact) < 4.5 * sigma + 5e-5)
+    assert np.asarray(inclusion_probabilities(np.array(penalties), 2, p_floor)) == pytest.approx(exact, abs=5e-5)
+    draws = inclusion_of_many([1] * 4 + [0] * 4, [*penalties, 0, 0, 0, 0], settings.Roc(p_floor=p_floor))
+    assert np.all(draws[:, :4].sum(axis=1) == 2)
+    assert within_noise(draws, exact + [0.5] * 4)
 
 
 def test_shown_odds_equal_a_walk_over_all_orders_and_sum_to_the_count():
     penalties = [0.0, 0.1, 0.5, 0.5, 1.0, 2.0]
     for count in (1, 3, 5):
-        odds = roc.inclusion_probabilities(np.array(penalties), count, 0.1)
+        odds = np.asarray(inclusion_probabilities(np.array(penalties, np.float32), count, 0.1))
         assert odds == pytest.approx(successive_inclusion(penalties, count, 0.1), abs=1e-5)
         assert odds.sum() == pytest.approx(count, abs=1e-5)
     assert roc.inclusion_probabilities(np.array(penalties), 6, 0.1).tolist() == [1.0] * 6
     assert roc.inclusion_probabilities(np.array(penalties), 0, 0.1).tolist() == [0.0] * 6
 
 
+def test_shown_odds_hold_at_the_recipe_size():
+    penalties = np.linspace(0, 2, 28, dtype=np.float32)
+    odds = np.asarray(inclusion_probabilities(penalties, 14, 0.1))
+    assert odds.sum() == pytest.approx(14, abs=1e-4)
+    assert np.all(np.diff(odds) < 0)
+
+
 def test_negatives_are_uniform_whatever_their_penalties():
-    rewards, penalties = [1, 1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0.1, 0.5, 1, 1.5, 2]
-    draws = measured_inclusion(rewards, penalties, 4, settings.Roc())[:, 2:]
+    draws = inclusion_of_many([1, 1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0.1, 0.5, 1, 1.5, 2])[:, 2:]
     assert np.all(draws.sum(axis=1) == 3)
-    sigma = np.sqrt(0.25 / len(draws))
-    assert np.all(np.abs(draws.mean(axis=0) - 0.5) < 4.5 * sigma)
-    pairs = (draws.T @ draws / len(draws))[np.triu_indices(6, 1)]
-    assert np.all(np.abs(pairs - 0.2) < 4.5 * np.sqrt(0.16 / len(draws)))
+    assert within_noise(draws, [0.5] * 6)
+    pairs = np.stack([draws[:, i] * draws[:, j] for i, j in itertools.combinations(range(6), 2)], axis=1)
+    assert within_noise(pairs, [0.2] * 15)
 
 
 def test_uniform_positives_ignore_penalties():
-    draws = measured_inclusion([1] * 4, [0, 0, 0.5, 1], 2, settings.Roc(positives="uniform"))
-    assert np.all(np.abs(draws.mean(axis=0) - 0.5) < 4.5 * np.sqrt(0.25 / len(draws)))
+    draws = inclusion_of_many([1] * 4 + [0] * 4, [0, 0, 0.5, 1, 0, 0, 0, 0], settings.Roc(positives="uniform"))
+    assert within_noise(draws, [0.5] * 8)
 
 
 def test_greedy_takes_the_cleanest_and_breaks_ties_at_random():
-    draws = measured_inclusion([1] * 5, [1, 0, 0.5, 0.5, 2], 2, settings.Roc(positives="greedy"))
-    mean = draws.mean(axis=0)
-    assert mean[[0, 1, 4]].tolist() == [0, 1, 0]
-    assert mean[2] + mean[3] == 1
-    assert abs(mean[2] - 0.5) < 4.5 * np.sqrt(0.25 / len(draws))
+    draws = inclusion_of_many([1] * 5 + [0] * 3, [1, 0, 0.5, 0.5, 2, 0, 0, 0], settings.Roc(positives="greedy"))
+    assert draws.mean(axis=0)[[0, 1, 4]].tolist() == [0, 1, 0]
+    assert within_noise(draws[:, 2:4], [0.5, 0.5])
+    assert np.all(draws[:, 2] + draws[:, 3] == 1)
 
 
 def test_weights_are_inverse_penalties():
@@ -212,27 +218,22 @@ def test_unscored_rows_leave_before_counting_and_never_matter():
     penalties = np.array([[0.5, 0.1, 0.3, 0.2, 0.0, 1.0, 0.0, 0.0]], np.float32)
     for seed in range(5):
         key = jax.random.key(seed)
-        how = settings.Roc()
-        plain = resample(key, rewards, penalties, valid, group_size=4, settings=how)
-        dirty = resample(key, rewards + noise, penalties + noise, valid, group_size=4, settings=how)
-        short = resample(key, rewards[:, :6], penalties[:, :6], valid[:, :6], group_size=4, settings=how)
-        assert plain[0].tolist() == dirty[0].tolist() == short[0].tolist()
-        assert rewards[0, np.asarray(plain[0])[0]].sum() == 2
+        plain, _ = choose(key, rewards, penalties, valid)
+        dirty, _ = choose(key, rewards + noise, penalties + noise, valid)
+        short, _ = choose(key, rewards[:, :6], penalties[:, :6], valid[:, :6])
+        assert plain.tolist() == dirty.tolist() == short.tolist()
+        assert rewards[0, plain[0]].sum() == 2
 
 
 def test_a_reward_that_is_not_finite_is_never_kept():
-    rewards = np.array([[1, np.nan, np.nan, 0] + [-np.inf] * 4], np.float32)
-    everything = np.ones((1, 8), bool)
-    indices, kept = resample(
-        jax.random.key(0), rewards, np.zeros_like(rewards), everything, group_size=4, settings=settings.Roc()
-    )
-    assert np.asarray(indices)[np.asarray(kept)].tolist() == [0, 3]
+    indices, kept = choose(jax.random.key(0), [[1, np.nan, np.nan, 0, -np.inf, np.inf]], np.zeros((1, 6)))
+    assert indices[kept].tolist() == [0, 3]
 
 
 def test_a_group_no_larger_than_g_is_kept_whole_and_padded():
     rewards = np.array([[1, 0, 1]], np.float32)
     indices, kept = resample(
-        jax.random.key(0), rewards, rewards, np.array([[True, False, True]]), group_size=5, settings=settings.Roc()
+        jax.random.key(0), rewards, rewards, np.array([[True, False, True]]), group_size=5, settings=PAPER
     )
     assert kept.tolist() == [[True, True, False, False, False]]
     assert indices.shape == (1, 5)
@@ -240,27 +241,16 @@ def test_a_group_no_larger_than_g_is_kept_whole_and_padded():
     assert int(indices.max()) < 3
 
 
-def test_a_prompt_is_drawn_the_same_whatever_the_other_prompts():
+def test_a_prompt_is_drawn_the_same_whatever_the_other_prompts_and_columns_eager_or_jit():
     generator = np.random.default_rng(1)
-    rewards = generator.integers(0, 2, (6, 8)).astype(np.float32)
-    penalties = generator.uniform(0, 2, (6, 8)).astype(np.float32)
-    valid = np.ones((6, 8), bool)
-    key, how = jax.random.key(9), settings.Roc()
-    whole, _ = resample(key, rewards, penalties, valid, group_size=4, settings=how)
-    part, _ = resample(key, rewards[:1], penalties[:1], valid[:1], group_size=4, settings=how)
-    assert whole[:1].tolist() == part.tolist()
-    assert len({tuple(row) for row in whole.tolist()}) > 1
-
-
-def test_eager_and_jit_choose_the_same():
-    rewards = np.array([[1, 1, 0, 0, 1, 0, 1, 0]], np.float32)
-    penalties = np.linspace(0, 2, 8, dtype=np.float32)[None]
-    valid = np.array([[True] * 7 + [False]])
-    key, how = jax.random.key(4), settings.Roc()
-    eager = roc.resample(key, rewards, penalties, valid, group_size=4, settings=how)
-    compiled = resample(key, rewards, penalties, valid, group_size=4, settings=how)
-    assert eager[0].tolist() == compiled[0].tolist()
-    assert eager[1].tolist() == compiled[1].tolist()
+    rewards = generator.integers(0, 2, (6, 7)).astype(np.float32)
+    penalties = generator.uniform(0, 2, (6, 7)).astype(np.float32)
+    key = jax.random.key(9)
+    many, many_kept = choose(key, rewards, penalties)
+    alone, kept = roc.resample(key, rewards[:1], penalties[:1], np.ones((1, 7), bool), group_size=4, settings=PAPER)
+    assert many[:1].tolist() == alone.tolist()
+    assert many_kept[:1].tolist() == kept.tolist()
+    assert len({tuple(row) for row in many.tolist()}) > 1
 
 
 def test_live_groups_are_those_with_both_outcomes_among_the_kept():
