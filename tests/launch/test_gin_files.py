@@ -173,9 +173,9 @@ def test_the_box_keeps_half_of_its_rollouts_and_the_ablation_keeps_all():
 
 
 def test_the_models_have_the_sizes_of_their_checkpoints():
-    from rstar2_jax.model import decoder
-
     import jax
+
+    from rstar2_jax.model import decoder
 
     sizes = {"qwen3_14b": 14_768_307_200, "qwen2_5_32b": 32_763_876_352, "smollm2_135m": 134_515_008}
     for name, count in sizes.items():
