@@ -14,7 +14,7 @@ MAX_BITS = 100_000
 MAX_FACTORIAL = 3_000
 MAX_DEPTH = 40
 
-_TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d+)?|\.\d+)|(\\(?:[dtc]?frac|cdot|times|div))|(.))", re.DOTALL)
+_TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]+)?|\.[0-9]+)|(\\(?:[dtc]?frac|cdot|times|div))|(.))", re.DOTALL)
 _OPERATORS = {"\\cdot": "*", "\\times": "*", "\\div": "/", "×": "*", "·": "*", "÷": "/"}
 
 
@@ -37,6 +37,10 @@ def value(text: str) -> Fraction | None:
     except (_UndecidedError, ZeroDivisionError):
         return None
     return result
+
+
+def _is_number(token: str) -> bool:
+    return len(token) > 0 and (token[0] in "0123456789" or (token[0] == "." and len(token) > 1))
 
 
 def _bounded(number: Fraction) -> Fraction:
@@ -127,7 +131,7 @@ class _Parser:
 
     def atom(self, depth: int) -> Fraction:
         token = self.peek()
-        if token[:1].isdigit() or token[:1] == ".":
+        if _is_number(token):
             return self.number(depth)
         if token.endswith("frac"):
             return self.fraction(depth)
@@ -149,10 +153,11 @@ class _Parser:
             if 0 <= part < 1:
                 return whole + part
             raise _UndecidedError("a number before a fraction above 1")
-        if following[:1].isdigit() and "." not in token:
+        if _is_number(following) and "." not in token:
             # "2 2/3": only a proper fraction may follow a whole number.
             upper, slash, lower = (self.tokens[self.at : self.at + 3] + ["", "", ""])[:3]
-            if upper.isdigit() and slash == "/" and lower.isdigit() and 0 < int(upper) < int(lower):
+            proper = _is_number(upper + lower) and "." not in upper + lower and slash == "/"
+            if proper and upper and lower and 0 < int(upper) < int(lower):
                 self.at += 3
                 return whole + Fraction(int(upper), int(lower))
             raise _UndecidedError("two numbers side by side")
@@ -172,7 +177,7 @@ class _Parser:
             inner = self.sum(depth + 1)
             self.take("}")
             return inner
-        if token[:1].isdigit():
+        if _is_number(token) and token[0] != ".":
             self.tokens[self.at : self.at + 1] = list(token)
             self.at += 1
             return Fraction(int(token[0]))

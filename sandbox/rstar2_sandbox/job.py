@@ -107,7 +107,7 @@ class Job:
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         if self._ended_by is not None and number == signal.SIGKILL:
             return self._ended_by, None, name
-        if number in (signal.SIGXCPU, signal.SIGKILL) and cpu_s >= self._limits.effective_cpu_s - 0.1:
+        if number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_s >= 0.7 * self._limits.effective_cpu_s):
             return Status.TIMEOUT_CPU, None, name
         return Status.KILLED, None, name
 

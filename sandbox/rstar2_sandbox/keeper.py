@@ -123,8 +123,9 @@ class Keeper:
         os.closerange(4, 65536)
         os.setsid()
         cpu_s, memory_bytes, file_bytes, processes = limits
+        # One second between the two: the first limit ends the program by a signal that says why.
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
         for name, limit in (
-            (resource.RLIMIT_CPU, cpu_s),
             (resource.RLIMIT_AS, self.memory_bytes + memory_bytes),
             (resource.RLIMIT_FSIZE, file_bytes),
         ):

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import re
+from fractions import Fraction
 
 from rstar2_sandbox import exact, vectors
 from rstar2_sandbox.protocol import Verdict, Verification
@@ -21,6 +22,9 @@ from rstar2_sandbox.protocol import Verdict, Verification
 RULES_VERSION = "1"
 MAX_ANSWER_CHARS = 20_000
 MAX_ASK_CHARS = 500
+MAX_DRESSED_CHARS = 300
+MAX_NESTING = 4
+MAX_MEMBERS = 5
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _BARE = re.compile(r"[^\s{}$\\<>]+")
@@ -39,8 +43,8 @@ _CONGRUENCE = re.compile(r"\s*(?:\\pmod\s*(?:\{[^{}]*\}|\d+)|\(\s*(?:mod|\\bmod|
 _LABEL = re.compile(r"^[A-Za-z\\][A-Za-z\\_{}() +\-]*=\s*")
 _SAID = re.compile(r"^[A-Za-z][A-Za-z ,']*:\s*")
 _CURRENCY = re.compile(r"^([+-]?)\s*[€£]\s*")
-_GROUPED = re.compile(r"[+-]?\s*\d{1,3}(?:(?:,|\{,\}|, )\d{3})+(?:\.0*)?|[+-]?\s*\d{1,3}(?: \d{3})+(?:\.0*)?")
-_INTEGER = re.compile(r"([+-]?)\s*0*(\d*?)(?:\.0*)?")
+_GROUPED = re.compile(r"[+-]?\s*[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?:\.0*)?")
+_INTEGER = re.compile(r"([+-]?)\s*([0-9]+)(?:\.0*)?")
 _UNIT = re.compile(r"(?<=[\d\s)])\s*([A-Za-z]{2,}[A-Za-z./ ]*)(?:\^\s*\{?\s*[23]\s*\}?)?\s*\.?$")
 _ORDINAL = re.compile(r"(?<=\d)\s*(?:st|nd|rd|th)$")
 _NOT_UNITS = frozenset(
@@ -76,20 +80,27 @@ def extract(text: str) -> str | None:
 
 def last_box(text: str) -> str | None:
     """Content of the last box; None without a box, or when the last one is not closed. A box in a box is unwrapped."""
+    for _ in range(MAX_NESTING):
+        content = _outer_box(text)
+        if content is None or not _BOX.match(content):
+            return content
+        text = content
+    return None
+
+
+def _outer_box(text: str) -> str | None:
     content, at = None, 0
     while match := _BOX.search(text, at):
-        if text[match.end() : match.end() + 1] == "{":
-            end = _closing_brace(text, match.end())
+        at = match.end()
+        if text[at : at + 1] == "{":
+            end = _closing_brace(text, at)
             if end < 0:
                 return None
-            content, at = text[match.end() + 1 : end], end + 1
+            content, at = text[at + 1 : end].strip(), end + 1
         else:
-            bare = _BARE.match(text, match.end())
-            content, at = (bare.group().rstrip(".,;:") if bare else None), bare.end() if bare else match.end()
-    if content is None:
-        return None
-    inner = _BOX.match(content.strip())
-    return last_box(content) if inner else content.strip()
+            bare = _BARE.match(text, at)
+            content = bare.group().rstrip(".,;:") if bare else None
+    return content
 
 
 def _closing_brace(text: str, opening: int) -> int:
@@ -120,7 +131,9 @@ def canonical(text: str) -> str:
         text = _WORDS.sub(r" \1 ", text)
     text = _LAYOUT.sub("", text.replace(r"\$", "").replace("{,}", ","))
     text = _THIN.sub(" ", text).strip()
-    while text.startswith("{") and _closing_brace(text, 0) == len(text) - 1:
+    for _ in range(MAX_NESTING):
+        if not text.startswith("{") or _closing_brace(text, 0) != len(text) - 1:
+            break
         text = text[1:-1].strip()
     return text.rstrip(".").strip() if not text.endswith("..") else text
 
@@ -131,15 +144,16 @@ def integer(text: str) -> str | None:
     >>> integer(r"1{,}234"), integer(r"12\\text{ cm}"), integer("17.5"), integer("-0")
     ('1234', '12', None, '0')
     """
-    text = _bare_number(canonical(text))
-    if _GROUPED.fullmatch(text):
-        text = re.sub(r"(?<=\d)[, ]+(?=\d)", "", text)
+    text = canonical(text)
     match = _INTEGER.fullmatch(text)
-    if match is None or not any(character.isdigit() for character in text):
+    if match is None and len(text) <= MAX_DRESSED_CHARS:
+        text = _bare_number(text)
+        if _GROUPED.fullmatch(text):
+            text = re.sub(r"(?<=[0-9])[, ]+(?=[0-9])", "", text)
+        match = _INTEGER.fullmatch(text)
+    if match is None:
         return None
-    digits = match.group(2) or "0"
-    if not digits.isascii():
-        return None
+    digits = match.group(2).lstrip("0") or "0"
     return f"-{digits}" if match.group(1) == "-" and digits != "0" else digits
 
 
@@ -183,9 +197,11 @@ def _expression(answer: str, gold: str, integer_gold: bool) -> Examined:
     return Examined(answer=answer, exact=None, reason="left to the library", ask=ask)
 
 
-def _value(text: str):  # noqa: ANN202
+def _value(text: str) -> Fraction | None:
     """Exact value; of a chain of equalities, that of its members, which must agree; a leading label is dropped."""
-    members = [_bare_number(member.strip()) for member in text.split("=")]
+    if len(text) > exact.MAX_CHARS:
+        return None
+    members = [_bare_number(member.strip()) for member in text.split("=", MAX_MEMBERS)]
     if len(members) > 1 and exact.value(members[0]) is None and _LABEL.match(text):
         members = members[1:]
     values = [exact.value(_ungroup(member)) for member in members]
