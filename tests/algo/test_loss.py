@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -39,15 +38,6 @@ def loss_and_grad(policy, old, advantages, mask, normaliser, how, extras=NO_EXTR
 
     (value, statistics), grad = jax.value_and_grad(only_loss, has_aux=True)(policy)
     return value, statistics, grad
-
-
-def example():
-    """Two sequences of 2 and 4 tokens in rows of 5; the padding holds values that must not matter."""
-    ratios = np.array([[1.5, 0.5, 9, 9, 9], [1.5, 0.7, 1.0, 4.0, 9]], np.float32)
-    mask = np.array([[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]], bool)
-    advantages = np.array([[1] * 5, [-1] * 5], np.float32)
-    old = np.full((2, 5), -1.25, np.float32)
-    return old + np.log(ratios), old, advantages, mask
 
 
 def random_batch(seed: int, rows: int = 8, tokens: int = 6) -> dict[str, np.ndarray]:
@@ -121,35 +111,6 @@ def rows_of(extras: loss.Extras, rows) -> loss.Extras:
         weights=extras.weights[rows],
         inverse_lengths=extras.inverse_lengths[rows],
     )
-
-
-@pytest.mark.parametrize(("how", "wanted"), [(PLAIN, 0.92), (DUAL, 0.753333)])
-@pytest.mark.parametrize("function", [policy_loss, loss.policy_loss])
-def test_the_worked_example_of_the_token_mean(function, how, wanted):
-    policy, old, advantages, mask = example()
-    value, statistics = function(policy, old, advantages, mask, count_of(mask, how), settings=how)
-    assert value == pytest.approx(wanted, abs=1e-6)
-    assert statistics["tokens"] == 6
-    assert statistics["clip_high"] == 1
-    assert statistics["clip_low"] == 1
-    assert statistics["clip_dual"] == (1 if how.dual_clip else 0)
-    assert statistics["ratio_sum"] == pytest.approx(9.2, abs=1e-5)
-
-
-def test_the_worked_example_of_the_sequence_mean():
-    policy, old, advantages, mask = example()
-    inverse = inverse_lengths(mask, mask.astype(np.int32))
-    count = count_of(mask, SEQ, inverse)
-    value, _ = policy_loss(policy, old, advantages, mask, count, SEQ, loss.Extras(inverse_lengths=inverse))
-    assert count == 2
-    assert value == pytest.approx(0.4675, abs=1e-6)
-
-
-def test_token_losses_of_the_worked_example():
-    ratios = np.array([[1.5, 0.5, 1.0, 1.0], [1.5, 0.7, 1.0, 4.0]], np.float32)
-    got = loss.token_losses(ratios, np.array([[1.0] * 4, [-1.0] * 4], np.float32), PLAIN)
-    assert got[0, :2] == pytest.approx([-1.28, -0.5])
-    assert got[1] == pytest.approx([1.5, 0.8, 1.0, 4.0])
 
 
 @pytest.mark.parametrize("how", [PLAIN, DUAL, SEQ, EVERYTHING])
@@ -230,26 +191,6 @@ def test_padding_and_what_is_masked_move_nothing(seed, how):
     assert all(np.isfinite(float(total)) for total in statistics.values())
 
 
-def test_advantages_at_masked_tokens_do_not_matter():
-    mask = np.array([[1, 1, 0, 0]], bool)
-    logprobs = np.zeros((1, 4), np.float32)
-    calm = policy_loss(logprobs, logprobs, np.array([[1, 1, 0, 0]], np.float32), mask, 2.0, PLAIN)
-    wild = policy_loss(logprobs, logprobs, np.array([[1, 1, 10, 10]], np.float32), mask, 2.0, PLAIN)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool(a == b), calm, wild))
-
-
-def test_lengths_two_and_eight_give_the_global_mean_for_every_split():
-    mask = np.zeros((2, 8), bool)
-    mask[0, :2], mask[1, :] = True, True
-    advantages = np.repeat(np.array([[1.0], [-1.0]], np.float32), 8, axis=1)
-    logprobs = np.zeros((2, 8), np.float32)
-    count = count_of(mask, PLAIN)
-    one, _ = policy_loss(logprobs, logprobs, advantages, mask, count, PLAIN)
-    halves = [policy_loss(logprobs[[i]], logprobs[[i]], advantages[[i]], mask[[i]], count, PLAIN)[0] for i in (0, 1)]
-    assert one == pytest.approx(0.6, abs=1e-7)
-    assert sum(map(float, halves)) == pytest.approx(0.6, abs=1e-7)
-
-
 def test_dropped_dead_groups_leave_the_loss_of_the_live_ones():
     live = random_batch(11, rows=2)
     dead = random_batch(12, rows=6)
@@ -262,13 +203,6 @@ def test_dropped_dead_groups_leave_the_loss_of_the_live_ones():
     assert results[0][0] == pytest.approx(float(results[1][0]), abs=1e-7)
     assert np.asarray(results[0][2]) == pytest.approx(np.asarray(results[1][2])[:2], abs=1e-8)
     assert results[1][1]["tokens"] == live["mask"].sum()
-
-
-def test_tokens_without_advantage_are_counted_apart():
-    mask, logprobs = np.ones((1, 4), bool), np.zeros((1, 4), np.float32)
-    _, statistics = policy_loss(logprobs, logprobs, np.array([[1, 0, 0, -1]], np.float32), mask, 4.0, PLAIN)
-    assert statistics["tokens"] == 4
-    assert statistics["live_tokens"] == 2
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 4)])
@@ -315,18 +249,6 @@ def test_an_absurd_log_ratio_gives_a_finite_loss_and_gradient(far, advantage):
     swapped, _, grad = loss_and_grad(old, policy, *arrays, PLAIN)
     assert np.isfinite(swapped)
     assert np.isfinite(np.asarray(grad)).all()
-
-
-@pytest.mark.parametrize(("engine_t", "learner_t", "agrees"), [(0.6, 0.6, True), (0.6, 1.0, False)])
-def test_ratios_are_one_only_when_both_sides_use_the_temperature(engine_t, learner_t, agrees):
-    draw = np.random.default_rng(0)
-    logits, ids = draw.normal(0, 2, (4, 16, 32)).astype(np.float32), draw.integers(0, 32, (4, 16))
-    scaled = logits / np.float32(engine_t)
-    engine = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
-    engine = np.take_along_axis(engine, ids[..., None], -1)[..., 0]
-    learner = jnp.take_along_axis(jax.nn.log_softmax(logits / learner_t), ids[..., None], -1)[..., 0]
-    ratio = np.exp(np.asarray(learner) - engine)
-    assert (np.abs(ratio - 1).mean() < 1e-4) == agrees
 
 
 def test_correction_weights_scale_the_policy_term_and_carry_no_gradient():
@@ -381,14 +303,6 @@ def test_high_entropy_selection_keeps_the_normaliser_of_all_tokens():
     assert not np.asarray(grad)[~high].any()
 
 
-def test_inverse_lengths_of_packed_rows_count_trained_tokens_only():
-    segment_ids = np.array([[1, 1, 1, 2, 2, 0], [1, 2, 3, 3, 3, 3]], np.int32)
-    mask = np.array([[0, 1, 1, 1, 0, 0], [1, 0, 1, 1, 1, 1]], bool)
-    got = inverse_lengths(mask, segment_ids)
-    assert got.tolist() == [[0, 0.5, 0.5, 1, 0, 0], [1, 0, 0.25, 0.25, 0.25, 0.25]]
-    assert count_of(mask, SEQ, got) == 4
-
-
 @pytest.mark.parametrize("how", [PLAIN, SEQ])
 def test_a_batch_without_trained_tokens_contributes_nothing(how):
     batch = random_batch(2)
@@ -398,24 +312,3 @@ def test_a_batch_without_trained_tokens_contributes_nothing(how):
     value, _, grad = loss_and_grad(*(batch[n] for n in ("policy", "old", "advantages", "mask")), count, how, extras)
     assert value == 0
     assert not np.asarray(grad).any()
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"kl_coef": 0.1}, "ref_logprobs"),
-        ({"entropy_coef": 0.1}, "entropy"),
-        ({"aggregation": "seq_mean"}, "inverse_lengths"),
-        ({"high_entropy_share": 0.2}, "entropy_threshold"),
-        ({"correction": "token"}, "weights"),
-    ],
-)
-def test_a_missing_extra_is_named(changes, name):
-    arrays = example()
-    with pytest.raises(ValueError, match=rf"Extras\.{name}"):
-        loss.policy_loss(*arrays, 6.0, dataclasses.replace(PLAIN, **changes))
-
-
-def test_sequence_normaliser_without_lengths_is_refused():
-    with pytest.raises(ValueError, match="inverse_lengths"):
-        loss.normaliser(np.ones((1, 2), bool), SEQ)
