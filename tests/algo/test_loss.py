@@ -25,7 +25,6 @@ EVERYTHING = settings.Loss(
 
 NO_EXTRAS = loss.Extras()
 
-policy_loss = jax.jit(loss.policy_loss, static_argnames="settings")
 count_of = jax.jit(loss.normaliser, static_argnames="settings")
 inverse_lengths = jax.jit(loss.inverse_lengths)
 entropy_threshold = jax.jit(loss.entropy_threshold, static_argnames="share")
