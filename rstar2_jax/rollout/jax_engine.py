@@ -219,7 +219,7 @@ class JaxEngine:
     def _turn(self) -> bool:
         """One round of the worker; False once the engine is closed."""
         with self._changed:
-            while not (self._closing or self._commands or self._arrived or self._table.seated):
+            while not (self._closing or self._commands or self._arrived or self._table.is_busy):
                 self._changed.wait()
             commands, self._commands = self._commands, []
             self._table.waiting.extend(self._arrived)

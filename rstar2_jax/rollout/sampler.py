@@ -1,8 +1,8 @@
 """Drawing ids from logits, row by row, with one uniform number a row.
 
-A row's id depends on its own logits, sampling values and key alone, bit for bit: every row passes through the same code,
-whatever its neighbours ask for. Only the cuts of top-k and top-p are computed on demand, by bisection over the bits of a
-float: exact, without a sort of the vocabulary.
+A row's id depends on its own logits, sampling values and key alone, bit for bit: all rows pass through the same code,
+whatever their neighbours ask for. Only the cuts of top-k and top-p are computed on demand, by bisection over the bits
+of a float: exact, without a sort of the vocabulary.
 
 Deliberately not here: penalties, min-p, grammars.
 """

@@ -23,7 +23,7 @@ from rstar2_jax.types import FinishReason
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Job:
-    """One request and what was sampled for it so far. `reply` is the caller's handle; `cancelled` gives its place up."""
+    """One request and what it has sampled so far. `reply` is the caller's handle, `cancelled` gives the place up."""
 
     request: Request
     prompt_ids: np.ndarray
@@ -75,6 +75,11 @@ class SlotTable:
     def seated(self) -> int:
         """Rows that hold a request."""
         return sum(job is not None for job in self.rows)
+
+    @property
+    def is_busy(self) -> bool:
+        """True while any request, seated or waiting, has not ended."""
+        return bool(self.waiting) or self.seated > 0
 
     def jobs(self) -> Iterable[Job]:
         """Every request that has not ended, seated ones first."""
