@@ -310,6 +310,7 @@ def save_folder(
         names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
         safetensors.numpy.save_file(shard, root / f"{name}.partial", metadata={"format": "pt"})
+        (root / f"{name}.partial").chmod(0o644)  # the library makes files that only their owner can read
         os.replace(root / f"{name}.partial", root / name)
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}

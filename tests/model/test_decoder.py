@@ -22,22 +22,37 @@ def small(family: str, tied: bool = True, **changes) -> Model:
 def made(family: str, tied: bool = True):
     """(decoder, parameters with nothing left at one or zero)."""
     settings = small(family, tied)
-    params = decoder.init_params(settings, jax.random.key(3))
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(4), len(leaves))
-    noisy = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
-    return decoder.Decoder(settings), jax.tree.unflatten(tree, noisy)
+    rng = np.random.default_rng(3)
+
+    def draw(path, leaf):
+        noise = rng.normal(size=leaf.shape).astype(np.float32)
+        return jnp.asarray(1 + 0.3 * noise if path[-1].key == "scale" else 0.3 * noise)
+
+    return decoder.Decoder(settings), jax.tree_util.tree_map_with_path(draw, decoder.abstract_params(settings))
 
 
-def whole(model, params, tokens, positions, segments):
-    """Logits of whole rows."""
-    hidden = jax.jit(model.apply)({"params": params}, tokens, positions, segments)
-    return np.asarray(model.apply({"params": params}, hidden, method="logits"))
+@functools.cache
+def forward(model):
+    """Jitted hidden states of whole rows."""
+    return jax.jit(model.apply)
 
 
 @functools.cache
 def extender(model):
+    """Jitted chunk over a cache."""
     return jax.jit(functools.partial(model.apply, method="extend"))
+
+
+@functools.cache
+def head(model):
+    """Jitted logits of hidden states."""
+    return jax.jit(functools.partial(model.apply, method="logits"))
+
+
+def whole(model, params, tokens, positions, segments):
+    """Logits of whole rows."""
+    hidden = forward(model)({"params": params}, tokens, positions, segments)
+    return np.asarray(head(model)({"params": params}, hidden))
 
 
 def rows(batch: int, tokens: int, seed: int = 0):
@@ -74,7 +89,7 @@ def test_initial_parameters_have_the_promised_deviations_and_depend_on_the_key_a
 def test_chunks_over_the_cache_give_the_hidden_states_of_whole_rows(family, tied, chunks):
     model, params = made(family, tied)
     tokens, positions, segments = rows(2, 12)
-    expected = model.apply({"params": params}, tokens, positions, segments)
+    expected = forward(model)({"params": params}, tokens, positions, segments)
     cache = decoder.init_cache(model.settings, 2, 16)
     start, outs = 0, []
     for size in chunks:
@@ -144,7 +159,7 @@ def test_a_row_of_padding_only_is_finite_in_value_and_gradient():
         logits = model.apply({"params": params}, hidden, method="logits")
         return jnp.sum(jnp.where(segments[..., None] > 0, logits, 0.0) ** 2)
 
-    value, gradient = jax.value_and_grad(loss)(params)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(params)
     assert np.isfinite(value) and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
@@ -176,9 +191,10 @@ def test_query_blocks_equal_one_dense_square(monkeypatch):
     key = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(a, (2, 50, h, 8)) for a, h in zip(key, (4, 2, 2), strict=True))
     segments = jnp.asarray(np.repeat([[1, 2, 3, 0], [1, 1, 2, 2]], [20, 15, 10, 5], axis=1))
-    dense = ops.causal_attention(q, k, v, segments)
+    dense = jax.jit(ops.causal_attention)(q, k, v, segments)
     monkeypatch.setattr(ops, "QUERY_BLOCK_TOKENS", 16)
-    np.testing.assert_allclose(ops.causal_attention(q, k, v, segments), dense, atol=2e-6)
+    blocks = jax.jit(lambda *args: ops.causal_attention(*args))(q, k, v, segments)
+    np.testing.assert_allclose(blocks, dense, atol=2e-6)
 
 
 def test_attention_equals_a_plain_loop():
@@ -192,7 +208,7 @@ def test_attention_equals_a_plain_loop():
             scores = np.array([q[0, t, head] @ k[0, s, head // 2] for s in seen]) / np.sqrt(8)
             weights = np.exp(scores) / np.exp(scores).sum()
             expected[t, head] = sum(w * v[0, s, head // 2] for w, s in zip(weights, seen, strict=True))
-    out = ops.causal_attention(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), jnp.asarray(segments))
+    out = jax.jit(ops.causal_attention)(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), jnp.asarray(segments))
     np.testing.assert_allclose(np.asarray(out)[0, :7], expected[:7], atol=2e-6)
 
 
@@ -217,7 +233,7 @@ def test_the_hand_written_gradients_equal_autodiff(shape):
         gate = x @ w
         return jnp.sum(jax.nn.silu(gate) * up * pull)
 
-    for got, want in zip(jax.grad(ours, (0, 1, 2))(x, w, up), jax.grad(plain, (0, 1, 2))(x, w, up), strict=True):
+    for got, want in zip(*(jax.jit(jax.grad(f, (0, 1, 2)))(x, w, up) for f in (ours, plain)), strict=True):
         scale = float(jnp.abs(want).max())
         np.testing.assert_allclose(got / scale, want / scale, atol=3e-6)
 
@@ -230,7 +246,7 @@ def test_recomputing_layers_changes_no_gradient():
         again = decoder.Decoder(model.settings, remat=remat)
         return jnp.mean(again.apply({"params": params}, tokens, positions, segments) ** 3)
 
-    plain, again = (jax.grad(loss)(params, remat) for remat in (False, True))
+    plain, again = (jax.jit(jax.grad(loss), static_argnums=1)(params, remat) for remat in (False, True))
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
@@ -251,16 +267,19 @@ def test_no_weight_gradient_is_a_doubly_transposed_dot_on_cpu():
     assert not bad
 
 
-def test_bfloat16_computes_near_float32_and_gives_float32_logits_and_gradients():
+def test_bfloat16_computes_near_float32_and_gives_float32_logits():
     model, params = made("qwen3")
     low = decoder.Decoder(small("qwen3", compute_dtype="bfloat16"))
     tokens, positions, segments = rows(2, 10)
-    hidden = low.apply({"params": params}, tokens, positions, segments)
-    logits = low.apply({"params": params}, hidden, method="logits")
+    hidden = forward(low)({"params": params}, tokens, positions, segments)
+    logits = head(low)({"params": params}, hidden)
     assert hidden.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
     reference = whole(model, params, tokens, positions, segments)
     assert np.abs(logits - reference).max() < 0.05 * np.abs(reference).max()
-    gradient = jax.grad(lambda p: low.apply({"params": p}, tokens, positions, segments).astype(jnp.float32).sum())(
-        params
-    )
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(gradient))
+
+
+def test_a_weight_gradient_of_bfloat16_activations_is_accumulated_in_float32():
+    x = jnp.asarray(np.random.default_rng(0).integers(-4, 5, (4096, 3)), jnp.bfloat16)
+    gradient = jax.jit(jax.grad(lambda w: ops.linear(x, w).astype(jnp.float32).sum()))(jnp.ones((3, 2)))
+    assert gradient.dtype == jnp.float32
+    np.testing.assert_array_equal(gradient[:, 0], np.asarray(x, np.float64).sum(0))
