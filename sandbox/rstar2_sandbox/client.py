@@ -49,8 +49,11 @@ class _Pending:
     sent: bool = False
 
 
-def connect(redis_url: str) -> redis.asyncio.Redis:
-    """A client of the Redis server that reports a lost connection at once: the callers here do their own retrying."""
+def connect(redis_url: str) -> Any:
+    """A redis.asyncio.Redis that reports a lost connection at once: the callers here do their own retrying.
+
+    Typed as Any, since the package's annotations mix its synchronous and asynchronous answers.
+    """
     keepalive = {} if redis_url.startswith("unix:") else {"socket_keepalive": True}
     return redis.asyncio.Redis.from_url(
         redis_url,

@@ -136,9 +136,7 @@ class Slot:
         except KeeperGoneError:
             return await self._in(await self.prepare(kind), kind, what, code, stdin, limits)
 
-    async def _in(
-        self, owner: KeeperEnd, kind: str, what: bytes, code: bytes, stdin: bytes, limits: Limits
-    ) -> Outcome:
+    async def _in(self, owner: KeeperEnd, kind: str, what: bytes, code: bytes, stdin: bytes, limits: Limits) -> Outcome:
         self._memory.set_limit(limits.memory_bytes)
         job = Job(owner, limits)
         try:

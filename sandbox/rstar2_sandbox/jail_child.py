@@ -73,7 +73,7 @@ def _execute(source: bytes, namespace: dict[str, object]) -> None:
     if _ends_with_print(lines):
         exec(compile(text, NAME, "exec", dont_inherit=True), namespace)  # noqa: S102
         return
-    tree = compile(text, NAME, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+    tree = ast.parse(text, NAME)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     body = compile(tree, NAME, "exec", dont_inherit=True)
     shown = None

@@ -16,7 +16,7 @@ import tempfile
 import time
 from typing import Any
 
-from rstar2_sandbox import supervise
+from rstar2_sandbox import executor, supervise
 
 START_S = 60.0
 _MAX_FOLDER_CHARS = 80
@@ -103,8 +103,10 @@ def start_local(
         isolation, min_isolation: see executor.Settings.
 
     Raises:
+        ValueError: an isolation of that name does not exist.
         RuntimeError: it could not start; the message says why and what to do.
     """
+    executor.Settings(isolation=isolation, min_isolation=min_isolation)
     parent = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix="rstar2-sandbox-", dir=parent if len(parent) < _MAX_FOLDER_CHARS else "/tmp")
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

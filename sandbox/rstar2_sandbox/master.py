@@ -6,12 +6,12 @@ The reaper runs on the master and, under a lock, on every node, so that one mach
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import shutil
 import subprocess
-
-import redis.asyncio
+from typing import Any
 
 from rstar2_sandbox import keys, protocol
 from rstar2_sandbox.client import LOST, connect
@@ -75,7 +75,7 @@ def infra_result(call: Call, detail: str) -> Outcome | Verification:
 class Reaper:
     """Returns entries of nodes whose heartbeat is gone to their stream, one call an entry, or ends them as INFRA."""
 
-    def __init__(self, server: redis.asyncio.Redis, name: str) -> None:
+    def __init__(self, server: Any, name: str) -> None:
         self._redis = server
         self._name = name
         self.requeued = 0
@@ -124,7 +124,7 @@ class Reaper:
                 pipe.xdel(stream, entry)
                 await pipe.execute()
 
-    def _return_call(self, pipe: redis.asyncio.client.Pipeline, call: Call, owner: str) -> None:
+    def _return_call(self, pipe: Any, call: Call, owner: str) -> None:
         """Alone in its entry, so that a call that kills its nodes takes no neighbour with it."""
         deliveries = call.deliveries + 1
         if deliveries >= protocol.MAX_DELIVERIES:
@@ -135,13 +135,8 @@ class Reaper:
             pipe.publish(call.reply, payload)
             return
         self.requeued += 1
-        again = protocol.encode_calls([_redelivered(call, deliveries)])
+        again = protocol.encode_calls([dataclasses.replace(call, deliveries=deliveries)])
         pipe.xadd(keys.stream(call.lane), {"calls": again})
-
-
-def _redelivered(call: Call, deliveries: int) -> Call:
-    fields = {name: getattr(call, name) for name in Call.__dataclass_fields__}
-    return Call(**(fields | {"deliveries": deliveries}))
 
 
 def _calls_of(fields: dict[bytes, bytes]) -> list[Call]:

@@ -30,7 +30,13 @@ _DENIED = {
     "msgctl": (71, 187), "mq_open": (240, 180), "bpf": (321, 280), "perf_event_open": (298, 241),
     "userfaultfd": (323, 282), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
     "fanotify_init": (300, 262), "personality": (135, 92), "lookup_dcookie": (212, 18), "move_pages": (279, 239),
-    "migrate_pages": (256, 238), "vhangup": (153, 58), "nfsservctl": (180, 42),
+    "migrate_pages": (256, 238), "vhangup": (153, 58), "nfsservctl": (180, 42), "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+}  # fmt: skip
+# Allowed for the calling process itself only, which they know as number 0: a keeper may have the child's user id.
+_OWN_ONLY = {
+    "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118), "sched_setattr": (314, 274),
 }  # fmt: skip
 _DENIED_X86 = {"iopl": 172, "ioperm": 173, "modify_ldt": 154, "uselib": 134, "ustat": 136, "sysfs": 139, "_sysctl": 156}
 _DENIED_NEW = {
@@ -65,6 +71,9 @@ def program(machine: str, *, unix_sockets: bool) -> bytes | None:
         lines += [(_ABOVE, 0, 1, 0x40000000), (_RETURN, 0, 0, _refuse(errno.ENOSYS))]
     for number in denied:
         lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _refuse(errno.EPERM))]
+    for numbers in _OWN_ONLY.values():
+        lines += [(_EQUAL, 0, 4, numbers[column]), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 1, 0, 0)]
+        lines += [(_RETURN, 0, 0, _refuse(errno.EPERM)), (_RETURN, 0, 0, _ALLOW)]
     # The flags of clone3 lie in memory that a filter cannot read: without it, glibc uses clone.
     lines += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _refuse(errno.ENOSYS))]
     lines += [(_EQUAL, 0, 4, _CLONE[machine]), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_SET, 0, 1, _NAMESPACE_FLAGS)]

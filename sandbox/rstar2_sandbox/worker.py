@@ -104,6 +104,7 @@ class Node:
         self._acks: list[str] = []
         self._flush = asyncio.Event()
         self._clock_offset_s = 0.0
+        self._epochs: dict[str, int] = {}
         self._joined: asyncio.Future[None]
         self.counts: collections.Counter[str] = collections.Counter()
 
@@ -170,13 +171,21 @@ class Node:
                 if first and self._exclusive:
                     await self._free_predecessors()
                 first = False
+                await self._learn_epochs()
                 await self._redis.zadd(keys.nodes(), {self._member: self._now() + LEASE_S})
-                self._joined.done() or self._joined.set_result(None)
+                if not self._joined.done():
+                    self._joined.set_result(None)
             except LOST as error:
                 logger.warning("the heartbeat waits for Redis: %s", error)
                 await asyncio.sleep(0.1)
                 continue
             await asyncio.sleep(BEAT_S)
+
+    async def _learn_epochs(self) -> None:
+        """Look again at the epochs of the runs whose calls wait here."""
+        runs = sorted({call.run for lane in self._lanes.values() for call in lane.backlog})
+        values = await self._redis.mget([keys.epoch(run) for run in runs]) if runs else []
+        self._epochs = {run: int(value or 0) for run, value in zip(runs, values, strict=True)}
 
     async def _free_predecessors(self) -> None:
         for member in await self._redis.zrange(keys.nodes(), 0, -1):
@@ -223,13 +232,12 @@ class Node:
         names = [keys.result(call.run, call.key) for call in calls]
         epochs = [keys.epoch(call.run) for call in calls]
         values = await self._redis.mget(names + epochs)
-        for call, name, known, epoch in zip(calls, names, values, values[len(calls) :], strict=False):
+        self._epochs |= {call.run: int(epoch or 0) for call, epoch in zip(calls, values[len(calls) :], strict=True)}
+        for call, name, known in zip(calls, names, values[: len(calls)], strict=True):
             waiters = self._waiters.setdefault(name, [])
             waiters.append((entry, call.reply))
             if known is not None:
                 self._answer(name, known.decode(), protocol.RESULT_TTL_S)
-            elif call.epoch < int(epoch or 0):
-                self._finish(call, _rejected(call, "superseded by a later epoch of its run"))
             elif len(waiters) == 1 and not self._settle(call):
                 lane.backlog.append(call)
         self._signal(lane)
@@ -259,10 +267,7 @@ class Node:
             lane.busy += 1
             self._signal(lane)
             try:
-                if call.expires < self._now():
-                    result = _rejected(call, "it waited in the queue for longer than its limit")
-                else:
-                    result = await lane.run(slot, call)
+                result = self._refusal(call) or await lane.run(slot, call)
             except (SlotError, protocol.ProtocolError) as error:
                 result = infra_result(call, str(error))
             except Exception as error:  # one of the three places of fault tolerance: typed and counted
@@ -271,6 +276,14 @@ class Node:
             lane.busy -= 1
             self._signal(lane)
             self._finish(call, result)
+
+    def _refusal(self, call: Call) -> Outcome | Verification | None:
+        """Why a call shall not start any more, or None."""
+        if call.expires < self._now():
+            return _rejected(call, "it waited in the queue for longer than its limit")
+        if call.epoch < self._epochs.get(call.run, 0):
+            return _rejected(call, "superseded by a later epoch of its run")
+        return None
 
     async def _execute(self, slot: executor.Slot, call: Call) -> Outcome:
         return await slot.run(protocol.execution_from_body(call.body, call.key))

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rstar2_sandbox.protocol import Limits, Status
+from rstar2_sandbox.protocol import Execution, Limits, Status
 
 OK, ERROR, WALL, KILLED = Status.OK, Status.ERROR, Status.TIMEOUT_WALL, Status.KILLED
 
@@ -32,12 +32,12 @@ STATUSES = {
     "deep parentheses": ("(" * 3000 + ")" * 3000, ERROR, None),
     "deep recursion": ("def f(): f()\nf()", ERROR, None),
     "recursion without limit": ("import sys\nsys.setrecursionlimit(10**9)\n"
-                                "def f(*a): return f(*map(f, a), 1)\nclass A:\n  def __repr__(self): return repr(self)\n"
-                                "repr(A())", None, None),
+                                "class A:\n  def __repr__(self): return repr(self)\nrepr(A())", None, None),
     "segmentation fault": ("import ctypes\nctypes.string_at(0)", KILLED, None),
     "abort": ("import os\nos.abort()", KILLED, None),
     "kills itself": ("import os\nos.kill(os.getpid(), 9)", KILLED, None),
-    "a thread left running": ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()", WALL, ""),
+    "a thread left running": ("import threading, time\n"
+                              "threading.Thread(target=time.sleep, args=(60,)).start()", WALL, ""),
     "a daemon thread left running": ("import threading, time\n"
                                      "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", OK, ""),
     "memory": ("x = bytearray(900 * 2**20)", Status.OOM, None),
@@ -91,11 +91,11 @@ REFUSED = {
     "become root": "import os\nos.setuid(0)",
     "kill the parent": "import os\nassert os.getppid() == 1\nos.kill(os.getppid(), 9)",
     "a file of 100 MB": "with open('big', 'wb') as f:\n  for _ in range(100): f.write(bytes(10**6))",
-    "50 MB and more in shared memory": "for i in range(3):\n  with open(f'/dev/shm/{i}', 'wb') as f: f.write(bytes(30 * 10**6))",
+    "90 MB in shared memory": "for i in range(3):\n  with open(f'/dev/shm/{i}', 'wb') as f: f.write(bytes(30 * 10**6))",
     "5000 files": "for i in range(5000): open(f'{i}', 'w').close()",
     "100 children": "import os, time\nfor _ in range(100):\n  if os.fork() == 0: time.sleep(60)",
-    "100 threads": "import threading, time\nfor _ in range(100): threading.Thread(target=time.sleep, args=(9,), daemon=True)"
-    ".start()",
+    "100 threads": "import threading, time\nfor _ in range(100):\n"
+    "  threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
     "100 open files": "files = [open('/dev/null') for _ in range(100)]",
 }
 
@@ -107,9 +107,8 @@ def test_what_reaches_out_of_the_jail_is_refused(bench, name):
         outcome = bench.run(code, limits=Limits(wall_s=5))
     assert outcome.status is ERROR, outcome
     assert outcome.stderr.strip()
-    assert bench.run("import os\nprint('clean', os.listdir('.'), os.listdir('/dev/shm') == os.listdir('/tmp'))").stdout == (
-        "clean [] True\n"
-    )
+    after = bench.run("import os\nprint(os.listdir('.'), os.listdir('/dev/shm') == os.listdir('/tmp'))")
+    assert after.stdout == "[] True\n"
 
 
 def test_three_children_share_one_memory_budget(bench):
@@ -146,7 +145,8 @@ def test_bytes_that_are_no_text_are_replaced_and_marks_are_verbatim(bench):
 def test_the_environment_holds_no_secret(bench, monkeypatch):
     monkeypatch.setenv("RSTAR2_SECRET", "s3cret")
     bench.slot.discard("bare")
-    out = bench.run("import os\nprint(dict(os.environ), open('/proc/self/environ').read(), open('/proc/self/cmdline').read())")
+    code = "import os\nprint(os.environ, open('/proc/self/environ').read(), open('/proc/self/cmdline').read())"
+    out = bench.run(code)
     assert out.status is OK
     assert "s3cret" not in out.stdout
     assert "redis" not in out.stdout.lower()
@@ -187,18 +187,19 @@ import os, time
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        {keep or 'pass'}
+        {keep or "pass"}
         while True: time.sleep(1)
     os._exit(0)
 print('parent')
 """
     assert bench.run(code).status is OK
-    seen = bench.run("import os\nprint(sorted(p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())))")
-    assert seen.stdout == "[]\n"
+    seen = bench.run("import os\nprint({int(p) for p in os.listdir('/proc') if p.isdigit()} - {1, os.getpid()})")
+    assert seen.stdout == "set()\n"
 
 
 def test_poisoned_modules_do_not_reach_the_next_call(bench):
-    bench.run("import sympy, builtins, math\nmath.pi = 3\nbuiltins.print = None\nsympy.factorint = None", limits=Limits(wall_s=20))
+    poison = "import sympy, builtins, math\nmath.pi = 3\nbuiltins.print = None\nsympy.factorint = None"
+    assert bench.run(poison, limits=Limits(wall_s=20)).status is OK
     assert bench.run("import sympy, math\nprint(math.pi > 3, sympy.factorint(6))").stdout == "True {2: 1, 3: 1}\n"
 
 
@@ -227,20 +228,21 @@ for _ in range(1500):
 os.chmod('/box/d', 0)
 """
     assert bench.run(code, limits=Limits(wall_s=5)).status is OK
-    assert bench.run("import os\nprint(os.listdir('/box'), os.statvfs('/box').f_bfree == os.statvfs('/box').f_blocks)").stdout.startswith("[]")
+    assert bench.run("import os\nprint(os.listdir('/box'))").stdout == "[]\n"
 
 
 def test_neighbours_do_not_see_each_other(bench):
     one, two = bench.pool.slots[:2]
-    from rstar2_sandbox.protocol import Execution
-
-    writer = "import os, time\nopen('/box/mine', 'w').close(); open('/tmp/mine', 'w').close(); time.sleep(0.6)"
-    reader = ("import os, time\ntime.sleep(0.3)\n"
-              "print(os.path.exists('/box/mine'), os.path.exists('/tmp/mine'), len([p for p in os.listdir('/proc') if p.isdigit()]))")  # fmt: skip
-    limits = Limits(wall_s=5)
-    outcomes = bench.gather(one.run(Execution(code=writer, limits=limits)), two.run(Execution(code=reader, limits=limits)))
-    assert [outcome.status for outcome in outcomes] == [OK, OK]
-    assert outcomes[1].stdout in ("False False 1\n", "False False 2\n")
+    writer = "import time\nopen('/box/mine', 'w').close(); open('/tmp/mine', 'w').close(); time.sleep(0.6)"
+    reader = """
+import os, time
+time.sleep(0.3)
+processes = {int(p) for p in os.listdir('/proc') if p.isdigit()} - {1, os.getpid()}
+print(os.path.exists('/box/mine'), os.path.exists('/tmp/mine'), processes)
+"""
+    written, read = bench.gather(one.run(Execution(code=writer)), two.run(Execution(code=reader)))
+    assert written.status is OK
+    assert read.stdout == "False False set()\n"
 
 
 def test_no_descriptor_thread_or_process_is_left_after_many_calls(bench):

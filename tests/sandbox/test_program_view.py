@@ -43,10 +43,10 @@ ERRORS = [
         'Traceback (most recent call last):\n  File "<tool>", line 4, in <module>\n    half(0)\n'
         '  File "<tool>", line 2, in half\n    return 1 / x\n           ~~^~~\nZeroDivisionError: division by zero\n',
     ),
-    ("x = (1,\n", '  File "<tool>", line 1\n    x = (1,\n        ^\nSyntaxError: \'(\' was never closed\n'),
+    ("x = (1,\n", "  File \"<tool>\", line 1\n    x = (1,\n        ^\nSyntaxError: '(' was never closed\n"),
     (
         "import json\njson.loads('{')",
-        'Traceback (most recent call last):\n  File "<tool>", line 2, in <module>\n    json.loads(\'{\')\n'
+        "Traceback (most recent call last):\n  File \"<tool>\", line 2, in <module>\n    json.loads('{')\n"
         "json.decoder.JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)\n",
     ),
     (
