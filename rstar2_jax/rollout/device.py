@@ -23,6 +23,7 @@ from rstar2_jax.rollout import sampler
 from rstar2_jax.settings import Model
 
 MAX_STOP_IDS = 8
+MAX_DECODE_STEPS = 32  # columns of what one decode call gives back
 _NO_STOP = -2  # never equal to an id, nor to the -1 of a row that is not live
 
 
@@ -79,13 +80,19 @@ def prefill(
     return jax.tree.map(lambda leaf, rows: leaf.at[slots].set(rows, mode="drop"), cache, taken)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=(2,))
+@functools.partial(jax.jit, static_argnums=(0,), donate_argnums=(2,))
 def decode(
-    model: Model, params: Any, cache: decoder.Cache, rows: Rows, leave_after: Int[Array, ""], max_steps: int
+    model: Model,
+    params: Any,
+    cache: decoder.Cache,
+    rows: Rows,
+    max_steps: Int[Array, ""],
+    leave_after: Int[Array, ""],
 ) -> tuple[decoder.Cache, Int[Array, "b n"], Float[Array, "b n"]]:
     """(cache, ids, log-probabilities) of up to max_steps ids a row; -1 stands where a row sampled nothing.
 
     Args:
+        max_steps: at most MAX_DECODE_STEPS.
         leave_after: return as soon as so many rows have ended (their places are wanted).
     """
     slots = rows.token.shape[0]
@@ -107,8 +114,8 @@ def decode(
         position = jnp.where(live & ~over, position + 1, -1)
         return step + 1, token, position, remaining - 1, ended + jnp.sum(over), cache, ids, logprobs
 
-    ids = jnp.full((slots, max_steps), -1, jnp.int32)
-    logprobs = jnp.zeros((slots, max_steps), jnp.float32)
+    ids = jnp.full((slots, MAX_DECODE_STEPS), -1, jnp.int32)
+    logprobs = jnp.zeros((slots, MAX_DECODE_STEPS), jnp.float32)
     start = (0, rows.token, rows.position, rows.remaining, 0, cache, ids, logprobs)
     *_, cache, ids, logprobs = jax.lax.while_loop(wanted, advance, start)
     return cache, ids, logprobs

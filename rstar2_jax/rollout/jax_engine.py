@@ -54,7 +54,7 @@ class JaxEngine:
         slots: rows of the decode batch, the same for the whole run.
         context_tokens: longest prompt plus response of a request.
         prefill_chunk_tokens: columns of a prefill call, the same for the whole run.
-        decode_steps: most ids a row samples in one device call; changes speed, never a sample.
+        decode_steps: most ids a row samples in one device call, up to 32; changes speed, never a sample.
         name: of this replica, as trajectories report it.
     """
 
@@ -72,6 +72,8 @@ class JaxEngine:
         for what, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{what} = {value}: must be above 0")
+        if decode_steps > device.MAX_DECODE_STEPS:
+            raise ValueError(f"decode_steps = {decode_steps}: at most {device.MAX_DECODE_STEPS}")
         if not 2 <= context_tokens <= model.max_positions:
             raise ValueError(f"context_tokens = {context_tokens}: must be 2 to max_positions = {model.max_positions}")
         self._model, self._name = model, name
@@ -252,9 +254,8 @@ class JaxEngine:
     def _decode(self) -> None:
         table = self._table
         leave_after = min(len(table.waiting), self._prefill_rows) or len(table.rows)
-        self._cache, ids, logprobs = device.decode(
-            self._model, self._params, self._cache, table.decode_rows(), np.int32(leave_after), self._decode_steps
-        )
+        limits = np.int32(self._decode_steps), np.int32(leave_after)
+        self._cache, ids, logprobs = device.decode(self._model, self._params, self._cache, table.decode_rows(), *limits)
         ids, logprobs = np.asarray(ids), np.asarray(logprobs)
         counts = (ids >= 0).sum(axis=1)
         self._count(decode_calls=1, decode_steps=int(counts.max()), sampled_tokens=int(counts.sum()))

@@ -344,6 +344,8 @@ def test_a_text_that_is_too_long_to_score_is_refused(store):
 def test_bad_sizes_are_refused_at_birth():
     with pytest.raises(ValueError, match="slots = 0"):
         make_engine(slots=0)
+    with pytest.raises(ValueError, match="decode_steps = 33: at most 32"):
+        make_engine(decode_steps=33)
     with pytest.raises(ValueError, match="context_tokens = 257: must be 2 to max_positions = 256"):
         make_engine(context_tokens=257)
 
