@@ -21,8 +21,8 @@ def equal(gold: str, answer: str) -> bool:
     """What the library says about two LaTeX expressions."""
     import math_verify
 
-    first, second = (math_verify.parse(f"${text}$", parsing_timeout=None) for text in (gold, answer))
-    return bool(math_verify.verify(first, second, timeout_seconds=None))
+    first, second = (math_verify.parse(f"${text}$", parsing_timeout=0) for text in (gold, answer))
+    return bool(math_verify.verify(first, second, timeout_seconds=0))
 
 
 def run(source: bytes) -> int:

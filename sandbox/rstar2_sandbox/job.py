@@ -49,6 +49,8 @@ class Job:
                 stream.start()
             self._timers.append(self._loop.call_later(self._limits.wall_s, self._kill, Status.TIMEOUT_WALL))
             reply = await self._loop.sock_recv(self._keeper.control, 256)
+        except ConnectionResetError as error:
+            raise KeeperGoneError("the slot's keeper died with the request unread") from error
         except OSError as error:
             raise SlotError(f"the slot's keeper is gone: {error}") from error
         finally:

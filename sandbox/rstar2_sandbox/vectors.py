@@ -25,6 +25,8 @@ VECTORS: tuple[tuple[str, str, bool], ...] = (
     (r"\boxed{1{,}234}", "1234", True),
     (r"\boxed{1\,234}", "1234", True),
     (r"\boxed{12,34}", "1234", False),
+    (r"\boxed{17 180}", "17180", False),
+    (r"\boxed{x \equiv 17 \pmod{19}}", "17", True),
     (r"\boxed{033}", "33", True),
     (r"\boxed{-0}", "0", True),
     (r"\boxed{17.0}", "17", True),

@@ -30,30 +30,33 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _BARE = re.compile(r"[^\s{}$\\<>]+")
 _MINUS = dict.fromkeys(map(ord, "−–—﹣-"), "-")
 _DIGITS = {ord("０") + digit: str(digit) for digit in range(10)}
-_SPACES = dict.fromkeys(map(ord, "\u00a0\u2002\u2003\u2007\u2009\u200a\u202f\u3000"), " ")
-_PLAIN = str.maketrans({**_MINUS, **_DIGITS, **_SPACES, ord("＋"): "+", ord("，"): ",", ord("％"): "%"})
+_SPACES = dict.fromkeys(map(ord, "\u00a0\u2002\u2003\u2007\u3000"), " ")
+_THIN_SPACES = dict.fromkeys(map(ord, "\u200a\u202f"), "\u2009")
+_SIGNS = {ord("＋"): "+", ord("，"): ",", ord("％"): "%"}
+_PLAIN = str.maketrans({**_MINUS, **_DIGITS, **_SPACES, **_THIN_SPACES, **_SIGNS})
 _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}")
 _LAYOUT = re.compile(
     r"\\(?:left|right|displaystyle|textstyle|quad|qquad|bigl?|bigr?|Bigl?|Bigr?|limits|!)(?![A-Za-z])|\\[()\[\]]|\$"
 )
-_THIN = re.compile(r"\\[,;: ]|~")
+_THIN = re.compile(r"\\,")
+_SPACE = re.compile(r"\\[;: ]|~")
 _DEGREE = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])|°)\s*$")
 _PERCENT = re.compile(r"\s*(?:\\%|%)\s*$")
 _CONGRUENCE = re.compile(r"\s*(?:\\pmod\s*(?:\{[^{}]*\}|\d+)|\(\s*(?:mod|\\bmod|\\mod)\s*[^()]*\))\s*$")
-_LABEL = re.compile(r"^[A-Za-z\\][A-Za-z\\_{}() +\-]*=\s*")
+_LABEL = re.compile(r"^[A-Za-z\\][A-Za-z\\_{}() +\-]*(?:=|\\equiv(?![A-Za-z]))\s*")
 _SAID = re.compile(r"^[A-Za-z][A-Za-z ,']*:\s*")
 _CURRENCY = re.compile(r"^([+-]?)\s*[€£]\s*")
-_GROUPED = re.compile(r"[+-]?\s*[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?:\.0*)?")
+_GROUPED = re.compile(r"[+-]?\s*[0-9]{1,3}(?:(?:,[0-9]{3})+|(?:\u2009[0-9]{3})+)(?:\.0*)?")
 _INTEGER = re.compile(r"([+-]?)\s*([0-9]+)(?:\.0*)?")
 _UNIT = re.compile(r"(?<=[\d\s)])\s*([A-Za-z]{2,}[A-Za-z./ ]*)(?:\^\s*\{?\s*[23]\s*\}?)?\s*\.?$")
 _ORDINAL = re.compile(r"(?<=\d)\s*(?:st|nd|rd|th)$")
 _NOT_UNITS = frozenset(
     "and or to mod modulo plus minus times over factorial hundred thousand million billion trillion dozen half halves "
-    "third thirds quarter quarters squared cubed base is not pi infinity percent".split()
-) - {"percent"}  # fmt: skip
+    "third thirds quarter quarters squared cubed base is not pi infinity".split()
+)
 _ASKABLE = re.compile(r"[\d\s+\-*/^!.(){}\[\]|]*")
 _FUNCTIONS = re.compile(
-    r"\\(?:frac|dfrac|tfrac|cfrac|sqrt|binom|cdot|times|div|pi|log|ln|lfloor|rfloor|lceil|rceil|sin|cos|tan|exp)(?![A-Za-z])"
+    r"\\(?:[dtc]?frac|sqrt|binom|cdot|times|div|pi|log|ln|[lr]floor|[lr]ceil|sin|cos|tan|exp)(?![A-Za-z])"
 )
 
 
@@ -124,13 +127,13 @@ def canonical(text: str) -> str:
     """The same expression in plain typography: no layout commands, ASCII signs, words without their command.
 
     >>> canonical(r"\\left( 1{,}234 \\right)\\,\\text{ cm}")
-    '( 1,234 )   cm'
+    '( 1,234 )\u2009  cm'
     """
     text = text[:MAX_ANSWER_CHARS].translate(_PLAIN)
     for _ in range(3):
         text = _WORDS.sub(r" \1 ", text)
     text = _LAYOUT.sub("", text.replace(r"\$", "").replace("{,}", ","))
-    text = _THIN.sub(" ", text).strip()
+    text = _SPACE.sub(" ", _THIN.sub("\u2009", text)).strip()
     for _ in range(MAX_NESTING):
         if not text.startswith("{") or _closing_brace(text, 0) != len(text) - 1:
             break
@@ -149,7 +152,7 @@ def integer(text: str) -> str | None:
     if match is None and len(text) <= MAX_DRESSED_CHARS:
         text = _bare_number(text)
         if _GROUPED.fullmatch(text):
-            text = re.sub(r"(?<=[0-9])[, ]+(?=[0-9])", "", text)
+            text = re.sub(r"[,\u2009]", "", text)
         match = _INTEGER.fullmatch(text)
     if match is None:
         return None

@@ -24,7 +24,7 @@ from rstar2_sandbox.images import GRADE, MATH, SlotError
 from rstar2_sandbox.master import Reaper, infra_result
 from rstar2_sandbox.protocol import Call, Outcome, Status, Verification
 
-BEAT_S, LEASE_S = 1.0, 3.0
+BEAT_S, LEASE_S = 1.0, 5.0
 BLOCK_MS = 1000
 
 # ARGV: group, number of results, then for each: result key, seconds it is kept, payload, number of channels, channels;
@@ -105,6 +105,7 @@ class Node:
         self._flush = asyncio.Event()
         self._clock_offset_s = 0.0
         self._epochs: dict[str, int] = {}
+        self._held: set[str] = set()
         self._joined: asyncio.Future[None]
         self.counts: collections.Counter[str] = collections.Counter()
 
@@ -195,15 +196,21 @@ class Node:
     async def _reader(self, lane: _Lane) -> None:
         """Take entries while there is a free slot for them."""
         stream = keys.stream(lane.name)
+        # After a fault, first what was handed to this node and perhaps never reached it.
+        start = ">"
         while True:
             await lane.room.wait()
             try:
                 found = await self._redis.xreadgroup(
-                    keys.GROUP, self.name, {stream: ">"}, count=max(1, lane.free), block=BLOCK_MS
+                    keys.GROUP, self.name, {stream: start}, count=max(1, lane.free), block=BLOCK_MS
                 )
-                for entry, fields in found[0][1] if found else ():
-                    await self._admit(lane, entry.decode(), fields)
+                entries = found[0][1] if found else []
+                for entry, fields in entries:
+                    if entry.decode() not in self._held:
+                        await self._admit(lane, entry.decode(), fields)
+                start = ">" if start == ">" or not entries else entries[-1][0]
             except LOST as error:
+                start = "0"
                 if "NOGROUP" in str(error):
                     await self._make_group(stream)
                     continue
@@ -232,6 +239,7 @@ class Node:
         names = [keys.result(call.run, call.key) for call in calls]
         epochs = [keys.epoch(call.run) for call in calls]
         values = await self._redis.mget(names + epochs)
+        self._held.add(entry_id)
         self._epochs |= {call.run: int(epoch or 0) for call, epoch in zip(calls, values[len(calls) :], strict=True)}
         for call, name, known in zip(calls, names, values[: len(calls)], strict=True):
             waiters = self._waiters.setdefault(name, [])
@@ -327,6 +335,7 @@ class Node:
                 try:
                     flat = [part for result in results for part in result]
                     await self._redis.eval(_FINISH, 0, keys.GROUP, len(results), *flat, *acks)
+                    self._held.difference_update(acks[1::2])
                     break
                 except LOST as error:
                     logger.warning("%d results wait for Redis: %s", len(results), error)

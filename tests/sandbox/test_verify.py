@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rstar2_sandbox import client, exact, vectors, verify
 from rstar2_sandbox.protocol import Verdict
 
-RULES = "1-a0531490a741"
+RULES = "1-ff93c553df60"
 
 
 @pytest.mark.parametrize(("shown", "gold", "right"), vectors.VECTORS)
