@@ -1,6 +1,6 @@
-"""Ids sampled per CPU-second by the embedded engine: python benchmarks/decode.py [box|small].
+"""Ids sampled per CPU-second by the embedded engine: python benchmarks/decode.py [box|small] [GROUP].
 
-    box     the model and the load of the box recipe: 64 rows, prompts of 25 to 90 ids, turns of about 30
+    box     the model and the load of the box recipe: 64 rows, prompts of 25-90 ids in groups of 16, turns of about 30
     small   4 layers, 256 wide, 8,192 ids: 16 rows, 64 + 128 ids, one wave
 
 Prints wall and CPU rates of the whole engine, prefill and host work included; the compilation is not counted. CPU
@@ -42,29 +42,37 @@ SMALL = Model(
     max_positions=192,
 )
 LOADS = {
-    "box": (BOX, {"slots": 64, "prefill_chunk_tokens": 32}, 512, (25, 91), (15, 46)),
-    "small": (SMALL, {"slots": 16, "prefill_chunk_tokens": 64}, 16, (64, 65), (128, 129)),
+    "box": (BOX, {"slots": 64, "prefill_chunk_tokens": 32}, 512, 16, (25, 91), (15, 46)),
+    "small": (SMALL, {"slots": 16, "prefill_chunk_tokens": 64}, 16, 1, (64, 65), (128, 129)),
 }
 
 
-def make_requests(model: Model, count: int, prompt: tuple[int, int], new: tuple[int, int]) -> list[Request]:
-    """Requests with lengths drawn from the half-open ranges."""
+def make_requests(model: Model, count: int, group: int, prompt: tuple[int, int], new: tuple[int, int]) -> list[Request]:
+    """Requests in groups of equal prompts, with lengths drawn from the half-open ranges."""
     rng = np.random.default_rng(0)
     requests = []
     for i in range(count):
-        ids = rng.integers(0, model.vocab_size, size=rng.integers(*prompt)).tolist()
+        ids = (
+            requests[-1].prompt_ids
+            if i % group
+            else rng.integers(0, model.vocab_size, size=rng.integers(*prompt)).tolist()
+        )
         sampling = Sampling(max_new_tokens=int(rng.integers(*new)), stop_ids=())
         requests.append(Request(rid=str(i), prompt_ids=ids, seed=i, sampling=sampling))
     return requests
 
 
-async def measure(load: str) -> None:
+async def measure(load: str, group: int | None) -> None:
     """Run one load three times and print the rates."""
-    model, sizes, count, prompt, new = LOADS[load]
+    model, sizes, count, own_group, prompt, new = LOADS[load]
+    group = own_group if group is None else group
     params = decoder.init_params(model, jax.random.key(0))
-    print(f"{load}: {sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, {sizes}, {count} requests")
+    print(
+        f"{load}: {sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, {sizes},"
+        f" {count} requests in groups of {group}"
+    )
     engine = JaxEngine(model, context_tokens=model.max_positions, **sizes)
-    requests = make_requests(model, count, prompt, new)
+    requests = make_requests(model, count, group, prompt, new)
     with tempfile.TemporaryDirectory() as root:
         publish.publish(params, model, root, 0)
         await engine.update_weights(root, 0)
@@ -82,4 +90,4 @@ async def measure(load: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(measure(sys.argv[1] if len(sys.argv) > 1 else "box"))
+    asyncio.run(measure(sys.argv[1] if len(sys.argv) > 1 else "box", int(sys.argv[2]) if len(sys.argv) > 2 else None))

@@ -65,6 +65,12 @@ def padded_stop_ids(stop_ids: Sequence[int]) -> np.ndarray:
     return padded
 
 
+@functools.partial(jax.jit, donate_argnums=(0,))
+def copy(cache: decoder.Cache, sources: Int[Array, " r"], targets: Int[Array, " r"]) -> decoder.Cache:
+    """The cache with whole rows copied. A target beyond the last slot takes no part."""
+    return jax.tree.map(lambda leaf: leaf.at[targets].set(leaf[sources], mode="drop"), cache)
+
+
 @functools.partial(jax.jit, static_argnums=(0,), donate_argnums=(2,))
 def prefill(
     model: Model,

@@ -1,13 +1,15 @@
 """The embedded rollout engine: batched decoding with a KV cache on this process's own device.
 
 One worker thread owns all that is on the device; callers await futures. Between two device calls it takes in what has
-arrived: requests, cancellations, weights. Its turn is then one prefill call if a seated request needs one, else one
-decode call of up to `decode_steps` ids a row, which returns early when rows have ended whose places are wanted.
+arrived: requests, cancellations, weights. Its turn is then one copy, prefill or decode call; the last samples up to
+`decode_steps` ids a row and returns early when rows have ended whose places are wanted.
 
 New weights take effect between two calls. Requests in flight go on under them: all of their ids are prefilled again, so
 that no key or value of old weights is ever read, and every id carries the version that sampled it.
 
-Deliberately not here: paging, prefix sharing, several devices.
+Equal prompts are prefilled once and copied (prefixes.py).
+
+Deliberately not here: paging, sharing of cache memory, several devices.
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ PREFILL_ROWS = 8  # rows of a prefill call: enough for full-speed matmuls, few e
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Stats:
-    """Counters since the engine was made: device calls, ids moved, decode steps (of the whole batch), busy seconds."""
+    """Counters since the engine was made: device calls, ids and rows moved, steps of the decode batch, busy seconds."""
 
     prefill_calls: int = 0
     prefilled_tokens: int = 0
+    copied_rows: int = 0
     decode_calls: int = 0
     decode_steps: int = 0
     sampled_tokens: int = 0
@@ -78,14 +81,14 @@ class JaxEngine:
             raise ValueError(f"context_tokens = {context_tokens}: must be 2 to max_positions = {model.max_positions}")
         self._model, self._name = model, name
         self._chunk, self._decode_steps = prefill_chunk_tokens, decode_steps
-        self._prefill_rows = min(slots, PREFILL_ROWS)
         self._caps = Caps(
             name=name, vocab_size=model.vocab_size, max_context_tokens=context_tokens, kv_tokens=slots * context_tokens
         )
-        self._init_worker(slots)
+        self._init_worker(slots, context_tokens)
 
-    def _init_worker(self, num_slots: int) -> None:
-        self._table = slots.SlotTable(num_slots)  # the worker's alone, as are params and cache
+    def _init_worker(self, num_slots: int, context_tokens: int) -> None:
+        # The table is the worker's alone, as are params and cache.
+        self._table = slots.SlotTable(num_slots, context_tokens, min(num_slots, PREFILL_ROWS), self._chunk)
         self._params: Any = None
         self._cache: decoder.Cache | None = None
         self._version = -1
@@ -244,22 +247,23 @@ class JaxEngine:
         return True
 
     def _step(self) -> None:
-        batch = self._table.prefill_batch(self._prefill_rows, self._chunk)
-        if batch is not None:
-            self._cache = device.prefill(self._model, self._params, self._cache, *batch)
-            self._count(prefill_calls=1, prefilled_tokens=int((batch[2] >= 0).sum()))
-        elif self._table.seated:
-            self._decode()
+        match self._table.next_step():
+            case slots.Copy(sources, targets):
+                self._cache = device.copy(self._cache, sources, targets)
+                self._count(copied_rows=int((targets < len(self._table.rows)).sum()))
+            case slots.Prefill() as call:
+                self._cache = device.prefill(self._model, self._params, self._cache, *call)
+                self._count(prefill_calls=1, prefilled_tokens=int((call.positions >= 0).sum()))
+            case slots.Decode(rows, leave_after):
+                self._decode(rows, leave_after)
 
-    def _decode(self) -> None:
-        table = self._table
-        leave_after = min(len(table.waiting), self._prefill_rows) or len(table.rows)
-        limits = np.int32(self._decode_steps), np.int32(leave_after)
-        self._cache, ids, logprobs = device.decode(self._model, self._params, self._cache, table.decode_rows(), *limits)
+    def _decode(self, rows: device.Rows, leave_after: np.int32) -> None:
+        limits = np.int32(self._decode_steps), leave_after
+        self._cache, ids, logprobs = device.decode(self._model, self._params, self._cache, rows, *limits)
         ids, logprobs = np.asarray(ids), np.asarray(logprobs)
         counts = (ids >= 0).sum(axis=1)
         self._count(decode_calls=1, decode_steps=int(counts.max()), sampled_tokens=int(counts.sum()))
-        for job, finish_reason in table.record(ids, logprobs, self._version):
+        for job, finish_reason in self._table.record(ids, logprobs, self._version):
             if np.all(np.isfinite(job.logprobs)):
                 job.reply.resolve(job.generation(finish_reason))
             else:

@@ -1,7 +1,8 @@
 """Who sits in which row of the decode batch: the host's bookkeeping of the embedded engine.
 
 First come, first served; a row that ends gives its place to the next request at once. One Job is one request from
-admission to its end; its ids, log-probabilities and weight versions grow together.
+admission to its end; its ids, log-probabilities and weight versions grow together. The table decides what the device
+does next and keeps account of what its cache holds.
 
 Deliberately not here: device work (device.py), threads and futures (jax_engine.py).
 """
@@ -12,11 +13,11 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rstar2_jax.rollout import device
+from rstar2_jax.rollout import device, prefixes
 from rstar2_jax.rollout.engine import Generation, Request
 from rstar2_jax.types import FinishReason
 
@@ -44,10 +45,10 @@ class Job:
         """True until all ids but the last are in the cache; the last one is the next decode step's input."""
         return self.prefilled < self.context_tokens - 1
 
-    def next_chunk(self, chunk: int) -> tuple[int, np.ndarray]:
-        """(start, ids) of the next prefill chunk."""
-        context = np.concatenate([self.prompt_ids, np.asarray(self.ids, np.int32)])
-        return self.prefilled, context[self.prefilled : min(self.prefilled + chunk, len(context) - 1)]
+    @property
+    def context_ids(self) -> np.ndarray:
+        """i32[n]: the prompt and what was sampled."""
+        return np.concatenate([self.prompt_ids, np.asarray(self.ids, np.int32)]) if self.ids else self.prompt_ids
 
     def generation(self, finish_reason: FinishReason) -> Generation:
         """What goes back to the caller."""
@@ -59,17 +60,44 @@ class Job:
         )
 
 
+class Copy(NamedTuple):
+    """Copy cache rows: sources[i] to targets[i]; a target beyond the last slot takes no part."""
+
+    sources: np.ndarray
+    targets: np.ndarray
+
+
+class Prefill(NamedTuple):
+    """Write one chunk of each named slot: slots [r], tokens [r, c], positions [r, c] (-1 is padding)."""
+
+    slots: np.ndarray
+    tokens: np.ndarray
+    positions: np.ndarray
+
+
+class Decode(NamedTuple):
+    """Sample in every row that takes part, until `leave_after` of them have ended or the call's steps are used up."""
+
+    rows: device.Rows
+    leave_after: np.int32
+
+
 class SlotTable:
     """Rows of the decode batch and the queue in front of them.
 
     Args:
         slots: rows of the decode batch.
+        context_tokens: entries of a row of the cache.
+        prefill_rows, chunk_tokens: shape of a prefill call.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, context_tokens: int, prefill_rows: int, chunk_tokens: int) -> None:
         self.waiting: collections.deque[Job] = collections.deque()
         self.rows: list[Job | None] = [None] * slots
         self._device_rows = device.empty_rows(slots)
+        self._prefixes = prefixes.PrefixTable(slots, context_tokens, chunk_tokens)
+        self._prefill_rows, self._chunk = prefill_rows, chunk_tokens
+        self._was_put_off = False
 
     @property
     def seated(self) -> int:
@@ -118,43 +146,89 @@ class SlotTable:
         rows = self._device_rows
         rows.temperature[slot], rows.top_k[slot], rows.top_p[slot] = 1.0, -1, 1.0
 
-    def prefill_batch(self, rows: int, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """(slots [rows], tokens [rows, chunk], positions [rows, chunk]) of the next prefill call, None if none is due.
+    def next_step(self) -> Copy | Prefill | Decode | None:
+        """The next device call, None when no request is seated. Progress is moved on: the caller must run the call.
 
-        The jobs' progress is moved on: the caller must run the call.
+        Copies come first, then prefill, then decoding. A prefill call that few rows wait for is put off once, for one
+        decode call, while most rows can decode: others may join it.
         """
-        pending = [slot for slot, job in enumerate(self.rows) if job is not None and job.needs_prefill][:rows]
-        if not pending:
-            return None
-        slots = np.full(rows, len(self.rows), np.int32)  # beyond the last slot: takes no part
+        copies, prefills = self._plan()
+        if copies:
+            return self._copy(copies)
+        held_up = sum(job is not None and job.needs_prefill for job in self.rows)
+        few = held_up < self._prefill_rows and held_up < self.seated / 2 and self.seated > len(self.rows) / 2
+        put_off = few and not self._was_put_off
+        self._was_put_off = bool(prefills) and put_off
+        if prefills and not put_off:
+            return self._prefill(prefills)
+        return self._decode(self._prefill_rows - held_up) if self.seated else None
+
+    def _plan(self) -> tuple[list[tuple[int, int, int]], list[int]]:
+        """((source, slot, entries) of copies, slots to prefill), both at most one call long.
+
+        Of requests with equal ids only the first is prefilled; the others wait for its row and copy it.
+        """
+        copies, prefills, found = [], [], {}
+        for slot, job in enumerate(self.rows):
+            if job is None or not job.needs_prefill or len(copies) == self._prefill_rows:
+                continue
+            ids = job.context_ids[:-1]
+            key = ids.tobytes()
+            follows = key in found
+            source, held = found.setdefault(key, self._prefixes.best(ids)) if not follows else found[key]
+            if follows and held < len(ids):
+                continue
+            if held > job.prefilled:
+                copies.append((source, slot, held))
+            elif len(prefills) < self._prefill_rows:
+                prefills.append(slot)
+        return copies, prefills
+
+    def _copy(self, copies: list[tuple[int, int, int]]) -> Copy:
+        sources, targets = np.zeros(self._prefill_rows, np.int32), np.full(self._prefill_rows, len(self.rows), np.int32)
+        count, (from_, to, held) = len(copies), zip(*copies, strict=True)
+        sources[:count], targets[:count] = from_, to
+        for slot, length in zip(to, held, strict=True):
+            self._job(slot).prefilled = length
+        self._prefixes.copy(list(from_), list(to), held)
+        return Copy(sources, targets)
+
+    def _prefill(self, pending: list[int]) -> Prefill:
+        rows, chunk = self._prefill_rows, self._chunk
+        slots = np.full(rows, len(self.rows), np.int32)
         tokens, positions = np.zeros((rows, chunk), np.int32), np.full((rows, chunk), -1, np.int32)
         for i, slot in enumerate(pending):
-            job = self.rows[slot]
-            assert job is not None
-            start, ids = job.next_chunk(chunk)
+            job = self._job(slot)
+            start = job.prefilled
+            ids = job.context_ids[start : min(start + chunk, job.context_tokens - 1)]
             slots[i] = slot
             tokens[i, : len(ids)], positions[i, : len(ids)] = ids, np.arange(start, start + len(ids))
+            self._prefixes.write(slot, start, ids)
             job.prefilled += len(ids)
-        return slots, tokens, positions
+        return Prefill(slots, tokens, positions)
 
-    def decode_rows(self) -> device.Rows:
-        """Device rows of the next decode call: every seated request takes part."""
+    def _decode(self, room: int) -> Decode:
         rows = self._device_rows
         for slot, job in enumerate(self.rows):
             rows.position[slot] = -1
-            if job is not None:
+            if job is not None and not job.needs_prefill:
                 rows.token[slot] = job.ids[-1] if job.ids else job.prompt_ids[-1]
                 rows.position[slot] = job.context_tokens - 1
                 rows.remaining[slot] = job.request.sampling.max_new_tokens - len(job.ids)
-        return rows
+                self._prefixes.cut(slot, min(job.prefilled, len(job.prompt_ids) - 1))
+        return Decode(rows, np.int32(min(len(self.waiting), max(room, 1)) or len(self.rows)))
+
+    def _job(self, slot: int) -> Job:
+        job = self.rows[slot]
+        assert job is not None
+        return job
 
     def record(self, ids: np.ndarray, logprobs: np.ndarray, version: int) -> list[tuple[Job, FinishReason]]:
         """Append a decode call's output to the seated requests; those that ended leave their rows and come back."""
         ended, counts = [], np.sum(ids >= 0, axis=1).tolist()
-        for slot, job in enumerate(self.rows):
-            if job is None:
+        for slot, (job, count) in enumerate(zip(self.rows, counts, strict=True)):
+            if job is None or not count:
                 continue
-            count = counts[slot]
             job.ids += ids[slot, :count].tolist()
             job.logprobs += logprobs[slot, :count].tolist()
             job.versions += [version] * count
@@ -171,6 +245,7 @@ class SlotTable:
 
     def recompute(self) -> None:
         """Forget what the cache holds: seated requests are prefilled again with all of their ids."""
+        self._prefixes.clear()
         for job in self.rows:
             if job is not None:
                 job.prefilled = 0
