@@ -1,7 +1,7 @@
 # `make box` and `make test` need nothing but Debian with Python 3.12 or 3.11: they set themselves up.
 VENV ?= .venv
 PY = $(VENV)/bin/python
-.PHONY: help setup box box-real test unit torch lint golden clean
+.PHONY: help setup box box-real test unit torch lint clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12

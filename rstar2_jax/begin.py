@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from rstar2_jax import settings
 from rstar2_jax.algo import optimizer as optimizers
-from rstar2_jax.data import files
 from rstar2_jax.data import tokenizer as tokenizers
 from rstar2_jax.io import checkpoint
 from rstar2_jax.learner import update
@@ -32,21 +31,6 @@ class Beginning:
     state: TrainState
     step: int
     record: dict[str, Any]
-
-
-def load_tokenizer(task: settings.Task, model: settings.Model) -> tokenizers.Tokenizer:
-    """The task's tokenizer, checked against the model's vocabulary.
-
-    Raises:
-        ValueError: the tokenizer has ids that the model's embedding has not.
-    """
-    loaded = files.load_tokenizer(task)
-    if loaded.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"tokenizer {task.tokenizer!r} has {loaded.vocab_size} ids, but Model.vocab_size = {model.vocab_size}: "
-            f"give the model at least {loaded.vocab_size}"
-        )
-    return loaded
 
 
 def load_params(init_from: str, model: settings.Model, seed: int) -> Any:
@@ -71,8 +55,13 @@ def load_params(init_from: str, model: settings.Model, seed: int) -> Any:
     return checkpoint.restore_params(folder, wanted)[0]
 
 
+def identity(kind: str, run: settings.Run, model: settings.Model) -> dict[str, Any]:
+    """What must stay the same when a run is continued, as JSON: part of every checkpoint's record."""
+    return {"kind": kind, "seed": run.seed, "model": json.loads(json.dumps(dataclasses.asdict(model)))}
+
+
 def begin(
-    run: settings.Run, model: settings.Model, learner: update.Learner, store: checkpoint.Checkpoints
+    kind: str, run: settings.Run, model: settings.Model, learner: update.Learner, store: checkpoint.Checkpoints
 ) -> Beginning:
     """The state to go on from: the newest good checkpoint of the run, else its first state at step 0.
 
@@ -80,8 +69,11 @@ def begin(
     without it moments start at zero (the paper's stage 3).
 
     Raises:
-        ValueError: keep_optimizer without a run to take moments from.
+        ValueError: keep_optimizer without a run to take moments from, or the workdir holds another run: of another
+            kind, seed or model.
     """
+    if store.steps():
+        _check_same_run(run, checkpoint.read_record(run.workdir), identity(kind, run, model))
     found = store.restore(learner.abstract())
     if found is not None:
         step, state, record = found
@@ -97,9 +89,13 @@ def save_tokenizer(tokenizer: tokenizers.Tokenizer, template: str, workdir: Path
     tokenizer.save(str(workdir / TOKENIZER_FOLDER), chat_template=template)
 
 
-def model_record(model: settings.Model) -> dict[str, Any]:
-    """The model's sizes as JSON, for a checkpoint's record."""
-    return json.loads(json.dumps(dataclasses.asdict(model)))
+def _check_same_run(run: settings.Run, record: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name, value in wanted.items():
+        if record.get(name) != value:
+            raise ValueError(
+                f"{run.workdir} holds a run with {name} = {record.get(name)}, this one has {name} = {value}: "
+                "go on with the old value, or give another --workdir"
+            )
 
 
 def _with_moments(run: settings.Run, like: TrainState) -> TrainState:

@@ -153,8 +153,8 @@ def _refuse_long(name: str, problems: Sequence[Prompt], length: Callable[[Prompt
     longest = max(problems, key=length)
     if length(longest) > limit:
         raise ValueError(
-            f"set {name}: problem {longest.id!r} has {length(longest)} tokens, above Rollout.max_prompt_tokens = {limit}; "
-            "an evaluation leaves no problem out: raise the limit"
+            f"set {name}: problem {longest.id!r} has {length(longest)} tokens, above Rollout.max_prompt_tokens = "
+            f"{limit}; an evaluation leaves no problem out: raise the limit"
         )
 
 

@@ -40,12 +40,12 @@ def sft(
     if run.steps == 0:
         raise ValueError("Run.steps = 0: fine-tuning needs at least one step (--steps=...)")
     workdir = Path(run.workdir)
-    begin.load_tokenizer(task, model)
     chat = files.load_chat(task, [python.schema(task.tool_name)])
+    files.check_vocabulary(chat.tokenizer, model)
     trainer = update.Learner(model, learner, objective.supervised(), run.steps)
     store = checkpoint.Checkpoints(workdir / "checkpoints", keep=run.keep_checkpoints)
     with contextlib.closing(store):
-        begun = begin.begin(run, model, trainer, store)
+        begun = begin.begin("sft", run, model, trainer, store)
         if begun.step >= run.steps:
             print(f"{run.workdir}: all {run.steps} steps are done already")
             return 0
@@ -72,7 +72,6 @@ def _loop(
         console.Console(run.steps, title, start_step=begun.step, row_every=every) as screen,
         metrics.MetricsWriter(workdir, start_step=begun.step) as writer,
     ):
-        skipped = begun.record.get("skipped", 0)
         for step in range(begun.step, run.steps):
             with watch.phase("data"):
                 rows = [_row(demos[i]) for i in order(run.seed, step, demonstrations.batch_size, len(demos))]
@@ -80,23 +79,21 @@ def _loop(
             with watch.phase("learn"):
                 trained = float(whole.loss_mask.sum())
                 state, told = trainer.update(state, batch.cut(whole, learner.microbatch_rows), trained)
-                skipped += int(told["skipped"])
-            done = step + 1
-            if done % run.save_every_steps == 0 or done == run.steps:
-                with watch.phase("save"):
-                    record = {"kind": "sft", "step": done, "skipped": skipped, "model": begin.model_record(model)}
-                    store.save(done, state, record)
             line = {
                 "learner/loss": told["loss"],
                 "learner/grad_norm": told["grad_norm"],
                 "learner/entropy_mean": told["entropy_sum"] / max(told["tokens"], 1.0),
                 "learner/lr": told["lr"],
                 "learner/tokens": told["tokens"],
-                "learner/skipped_steps": float(skipped),
+                "learner/skipped_steps": told["skipped"],
                 **watch.lap(),
             }
             writer.write(step, line)
             screen.step(step, line)
+            done = step + 1
+            if done % run.save_every_steps == 0 or done == run.steps:
+                with watch.phase("save"):
+                    store.save(done, state, {**begin.identity("sft", run, model), "step": done})
             watch.save()
 
 

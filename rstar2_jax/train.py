@@ -41,13 +41,12 @@ class AbandonedError(RuntimeError):
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Progress:
-    """Where the loop stands; all of it is in a checkpoint."""
+    """Where the loop stands; a checkpoint holds all of it but the count of abandoned steps."""
 
     state: TrainState
     step: int
     cursor: int
     carried: tuple[Group, ...]
-    skipped: int
     abandoned_in_row: int = 0
 
 
@@ -100,13 +99,12 @@ def train(
     trainer = update.Learner(model, learner, objective.grpo(learner.loss), total_updates, rollout.temperature)
     store = checkpoint.Checkpoints(Path(run.workdir) / "checkpoints", keep=run.keep_checkpoints)
     with contextlib.closing(store):
-        begun = begin.begin(run, model, trainer, store)
+        begun = begin.begin("train", run, model, trainer, store)
         progress = _Progress(
             state=begun.state,
             step=begun.step,
             cursor=begun.record.get("cursor", 0),
             carried=tuple(trajectories.group_from_json(value) for value in begun.record.get("carried", [])),
-            skipped=begun.record.get("skipped", 0),
         )
         if progress.step >= run.steps:
             print(f"{run.workdir}: all {run.steps} steps are done already")
@@ -141,6 +139,7 @@ async def _train(
             roc=roc,
             seed=run.seed,
         )
+        held_to = trainer.place(begin.load_params(run.init_from, model, run.seed)) if learner.loss.kl_coef > 0 else None
         desk = _Desk(
             run=run,
             model=model,
@@ -151,21 +150,21 @@ async def _train(
             trainer=trainer,
             source=source,
             sampler=sampler,
-            reference=begin.load_params(run.init_from, model, run.seed) if learner.loss.kl_coef > 0 else None,
+            reference=held_to,
             clock=clock.Clock(workdir),
             screen=screen,
         )
         writer = stack.enter_context(metrics.MetricsWriter(workdir, start_step=progress.step))
         trajectories.cut(workdir, progress.step)
-        publish.prepare(desk.weights, progress.step)
+        publish.prepare(desk.weights, progress.step - 1)
         await _publish(desk, progress)
         stopping = _stop_on_signals()
         while progress.step < run.steps and not stopping.is_set():
             told = await _step(desk, progress)
-            _save_when_due(desk, store, progress, stopping.is_set())
             told |= desk.clock.lap()
             writer.write(progress.step - 1, told)
             screen.step(progress.step - 1, told)
+            _save_when_due(desk, store, progress, stopping.is_set())
             desk.clock.save()
         return 0 if progress.step >= run.steps else INTERRUPTED
 
@@ -186,7 +185,6 @@ async def _step(desk: _Desk, progress: _Progress) -> dict[str, float | None]:
     sampled = (*collected.groups, *collected.surplus, *collected.rejected)
     fresh = [group for group in sampled if id(group) not in carried]
     told = statistics.describe(fresh) | {"rollout/refills": float(collected.refills)}
-    stale = any(id(group) in carried for group in collected.groups)
     abandoned = collected.unscored_share > desk.roc.max_unscored
     with desk.clock.phase("select"):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(desk.run.seed), progress.step), 1)
@@ -200,22 +198,22 @@ async def _step(desk: _Desk, progress: _Progress) -> dict[str, float | None]:
             progress.state,
             work,
             desk.learner.loss,
-            stale=stale,
             reference=desk.reference,
             on_progress=lambda done, total: desk.screen.progress("learn", done, total),
         )
-        progress.skipped += int(learned.pop("learner/skipped") or 0)
         told |= learned
     with desk.clock.phase("log"):
         weight = functools.partial(roc_rule.weights, p_floor=desk.roc.p_floor)
         drawn = weight if desk.roc.positives == "inverse" else None
-        records = trajectories.records(collected.groups, chosen.kept, chosen.advantages, drawn)
-        trajectories.write_step(desk.workdir, progress.step, records + trajectories.records(collected.rejected))
+        used = (None, None, None) if abandoned else (chosen.kept, chosen.advantages, drawn)
+        records = trajectories.records(collected.groups, *used)
+        records += trajectories.records(collected.rejected, first_group=len(collected.groups))
+        trajectories.write_step(desk.workdir, progress.step, records)
     progress.step += 1
     progress.cursor += collected.prompts_used
     progress.carried = collected.surplus
     progress.abandoned_in_row = progress.abandoned_in_row + 1 if abandoned else 0
-    told |= {"learner/skipped_steps": float(progress.skipped), "rollout/abandoned": float(abandoned)}
+    told |= {"rollout/abandoned": float(abandoned)}
     with desk.clock.phase("publish"):
         await _publish(desk, progress)
     if progress.abandoned_in_row >= _MAX_ABANDONED:
@@ -240,13 +238,10 @@ def _save_when_due(desk: _Desk, store: checkpoint.Checkpoints, progress: _Progre
         return
     with desk.clock.phase("save"):
         record = {
-            "kind": "train",
+            **begin.identity("train", desk.run, desk.model),
             "step": progress.step,
             "cursor": progress.cursor,
-            "seed": desk.run.seed,
-            "skipped": progress.skipped,
             "carried": [trajectories.group_to_json(group) for group in progress.carried],
-            "model": begin.model_record(desk.model),
             "source": desk.task.source,
         }
         store.save(progress.step, progress.state, record)

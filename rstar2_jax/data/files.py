@@ -26,6 +26,19 @@ def load_tokenizer(task: settings.Task) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.box() if task.tokenizer == "box" else tokenizers.Tokenizer.load(task.tokenizer)
 
 
+def check_vocabulary(tokenizer: tokenizers.Tokenizer, model: settings.Model) -> None:
+    """Hold a tokenizer against the model that is to read its ids.
+
+    Raises:
+        ValueError: the tokenizer has ids that the model's embedding has not.
+    """
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, but Model.vocab_size = {model.vocab_size}: "
+            f"give the model at least {tokenizer.vocab_size}, or take the tokenizer that it was trained with"
+        )
+
+
 def load_chat(task: settings.Task, tools: Sequence[Mapping[str, Any]] = ()) -> chats.Chat:
     """The checked protocol of a task: tokenizer, template and the schemas of the tools on offer.
 

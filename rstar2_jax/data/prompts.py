@@ -116,7 +116,8 @@ class FiniteSource:
                 f"{shortest} tokens; raise the limit or use a shorter template"
             )
         left_out = self.size - len(rows)
-        return FiniteSource(rows, self.report + (f"; {left_out} longer than {limit} tokens left out" if left_out else ""))
+        more = f"; {left_out} longer than {limit} tokens left out" if left_out else ""
+        return FiniteSource(rows, self.report + more)
 
 
 def make_source(task: settings.Task) -> Source:

@@ -155,10 +155,11 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: no checkpoint is there.
     """
     root = _checkpoint_root(folder)
-    steps = sorted(int(path.name) for path in root.iterdir() if path.name.isdigit())
-    if not steps:
-        raise CheckpointError(f"{root}: holds no checkpoint; finish that run first or correct the path")
-    return json.loads((root / str(steps[-1]) / "record" / "metadata").read_text())
+    steps = sorted((int(path.name) for path in root.iterdir() if path.name.isdigit()), reverse=True)
+    for path in (root / str(step) / "record" / "metadata" for step in steps):
+        if path.is_file():
+            return json.loads(path.read_text())
+    raise CheckpointError(f"{root}: holds no checkpoint; finish that run first or correct the path")
 
 
 def environment() -> dict[str, Any]:

@@ -75,12 +75,15 @@ def records(
     kept: np.ndarray | None = None,
     advantages: np.ndarray | None = None,
     weight: Callable[[float], float] | None = None,
+    *,
+    first_group: int = 0,
 ) -> list[Record]:
     """Every rollout of the groups, in their order, with what training made of it.
 
     Args:
         kept, advantages: [P, N] as selected; None where nothing was trained on.
         weight: maps a penalty to the weight that a correct rollout was drawn by; None where none was drawn by weight.
+        first_group: number of the first group, where the step's file holds others before it.
     """
     found = []
     for place, group in enumerate(groups):
@@ -91,7 +94,7 @@ def records(
             found.append(
                 Record(
                     prompt=group.prompt,
-                    group=place,
+                    group=first_group + place,
                     trajectory=trajectory,
                     p_err=group.p_err[index] if scored else None,
                     p_format=group.p_format[index] if scored else None,

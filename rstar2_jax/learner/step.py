@@ -14,7 +14,7 @@ from rstar2_jax import settings
 from rstar2_jax.algo import correction
 from rstar2_jax.algo import loss as loss_rule
 from rstar2_jax.learner import batch, objective, update
-from rstar2_jax.types import TrainBatch, TrainState
+from rstar2_jax.types import TrainState
 
 Metrics = dict[str, float | None]
 
@@ -25,7 +25,6 @@ def learn(
     work: Sequence[batch.Minibatch],
     how: settings.Loss,
     *,
-    stale: bool = False,
     reference: Any = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[TrainState, Metrics]:
@@ -35,22 +34,22 @@ def learn(
 
     Args:
         work: one entry an optimizer step, as batch.minibatches gives them.
-        stale: rows were sampled under older weights than the state's.
-        reference: parameters that kl_coef holds the policy to.
+        reference: parameters that kl_coef holds the policy to, placed as the state's are.
         on_progress: called with (micro-batches done, of how many).
     """
     if not work:
         names = ("learner/loss", "learner/grad_norm", "learner/entropy_mean", "learner/lr")
-        return state, {**dict.fromkeys(names), "learner/skipped": 0.0}
-    anchored = stale or len(work) > 1 or how.kl_coef > 0 or how.high_entropy_share < 1
-    fixed = [_anchors(trainer, state, step, how, stale, reference) if anchored else None for step in work]
-    sums: dict[str, float] = {}
+        return state, {**dict.fromkeys(names), "learner/skipped_steps": 0.0}
+    anchored = len(work) > 1 or how.kl_coef > 0 or how.high_entropy_share < 1
+    fixed = [_anchors(trainer, state, step, how, reference) if anchored else None for step in work]
+    sums: dict[str, float] | None = None
     done, total = 0, sum(len(step.microbatches) for step in work)
     for step, anchors in zip(work, fixed, strict=True):
         state, told = trainer.update(state, step.microbatches, step.normaliser, anchors)
-        sums = {k: max(sums.get(k, 0.0), v) if k.endswith("_max") else sums.get(k, 0.0) + v for k, v in told.items()}
+        sums = told if sums is None else {k: float(v) for k, v in correction.combine(sums, told).items()}
         done += len(step.microbatches)
         on_progress(done, total)
+    assert sums is not None
     return state, _describe(sums, len(work))
 
 
@@ -59,13 +58,12 @@ def _anchors(
     state: TrainState,
     step: batch.Minibatch,
     how: settings.Loss,
-    stale: bool,
     reference: Any,
 ) -> list[objective.Anchors]:
     """What ratios, KL and the entropy selection are taken against, computed before the first update.
 
-    Rows carried over were sampled under other weights than these: then the engine's own log-probabilities stand for the
-    old policy; else the learner recomputes them.
+    Rows that were carried over from an earlier step are taken against these weights too; what lies between the weights
+    that sampled them and these is the business of the correction (Loss.correction), and the mismatch metrics show it.
     """
     scored = trainer.score(state.params, step.microbatches)
     held_to = trainer.score(reference, step.microbatches) if how.kl_coef > 0 else [None] * len(scored)
@@ -75,14 +73,14 @@ def _anchors(
         masks = np.concatenate([np.asarray(rows.loss_mask) for rows in step.microbatches])
         threshold = loss_rule.entropy_threshold(entropies, masks, how.high_entropy_share)
 
-    def one(rows: TrainBatch, found: Any, other: Any) -> objective.Anchors:
+    def one(found: Any, other: Any) -> objective.Anchors:
         return objective.Anchors(
-            old_logprobs=rows.behavior_logprobs if stale else found[0],
+            old_logprobs=found[0],
             ref_logprobs=None if other is None else other[0],
             entropy_threshold=threshold,
         )
 
-    return [one(*values) for values in zip(step.microbatches, scored, held_to, strict=True)]
+    return [one(*pair) for pair in zip(scored, held_to, strict=True)]
 
 
 def _describe(sums: dict[str, float], steps: int) -> Metrics:
@@ -93,7 +91,7 @@ def _describe(sums: dict[str, float], steps: int) -> Metrics:
         "learner/grad_norm": sums["grad_norm"] / steps,
         "learner/entropy_mean": sums["entropy_sum"] / tokens,
         "learner/lr": sums["lr"] / steps,
-        "learner/skipped": sums["skipped"],
+        "learner/skipped_steps": sums["skipped"],
         "learner/tokens": sums["tokens"],
         "learner/ratio_mean": sums["ratio_sum"] / tokens,
         "learner/clip_low_frac": sums["clip_low"] / tokens,

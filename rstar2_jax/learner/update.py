@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from rstar2_jax import settings
+from rstar2_jax.algo import correction
 from rstar2_jax.algo import optimizer as optimizers
 from rstar2_jax.learner import logprobs, state
 from rstar2_jax.learner import objective as objectives
@@ -71,6 +72,10 @@ class Learner:
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, without an array: what a checkpoint is restored onto."""
         return state.abstract(self._model, self._optimizer, self._layout)
+
+    def place(self, params: Any) -> Any:
+        """Parameters laid out as the state's are."""
+        return jax.device_put(params, self._layout.params)
 
     def score(self, params: Any, microbatches: Sequence[TrainBatch]) -> list[tuple[jax.Array, jax.Array]]:
         """(log-probabilities, entropies), both f32[B, T], of every micro-batch under `params`."""
@@ -160,10 +165,7 @@ def _accumulate(
     normaliser: jax.Array,
 ) -> tuple[Any, objectives.Statistics]:
     (_, fresh), more = jax.value_and_grad(loss, has_aux=True)(params, batch, anchors, normaliser)
-    return jax.tree.map(jnp.add, gradients, more), {
-        name: jnp.maximum(totals[name], fresh[name]) if name.endswith("_max") else totals[name] + fresh[name]
-        for name in fresh
-    }
+    return jax.tree.map(jnp.add, gradients, more), correction.combine(totals, fresh)
 
 
 def _apply(

@@ -29,7 +29,6 @@ from rstar2_jax.settings import Model
 Params = dict[str, Any]
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
 
-_EMBED_DEVIATION = 0.02
 _SHAPE_ONLY = nn.initializers.zeros  # the modules declare shapes; init_params draws the values, leaf by leaf
 
 
@@ -231,7 +230,8 @@ def abstract_params(settings: Model) -> Params:
 
 def init_params(settings: Model, key: jax.Array) -> Params:
     """Random float32 parameters: kernels normal with variance 1 / fan_in (the two projections back into the residual
-    stream 1 / (2 layers) of that), embedding normal with deviation 0.02, norms one, biases zero.
+    stream 1 / (2 layers) of that), embedding normal with variance 1 / d_model, so that a token outweighs what the first
+    layers add to it, norms one, biases zero.
 
     Each leaf is drawn under its own key, made from its path: small programs that compile once for each shape, where
     one program for all layers would take longer to compile than to run.
@@ -246,7 +246,7 @@ def init_params(settings: Model, key: jax.Array) -> Params:
             return jnp.zeros(leaf.shape, leaf.dtype)
         if names[-1] == "scale":
             return jnp.ones(leaf.shape, leaf.dtype)
-        deviation = _EMBED_DEVIATION if names[-1] == "embedding" else leaf.shape[0] ** -0.5
+        deviation = leaf.shape[-1 if names[-1] == "embedding" else 0] ** -0.5
         if names[-2] in ("o", "down"):
             deviation *= (2 * settings.layers) ** -0.5
         own = jax.random.fold_in(key, zlib.crc32("/".join(names).encode()))

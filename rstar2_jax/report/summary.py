@@ -85,7 +85,7 @@ def read_files(runs: Path) -> Files:
         )
     sft = metrics.read_metrics(runs / "sft") if found(runs / "sft" / metrics.METRICS_FILE) else {}
     export = _read_json(runs / "export" / "export.json") if found(runs / "export" / "export.json") else None
-    timed = ["sft", *stages, *(folder.name for folder in folders.values()), "export"]
+    timed = ["sft", *stages, "curate", *(folder.name for folder in folders.values()), "export"]
     clocks = {name: clock.read_clock(runs / name) for name in timed if (runs / name / clock.CLOCK_FILE).exists()}
     paths = {name: str(runs / name) for name in ["sft", *stages, "eval_sft", "eval_rl"] if (runs / name).exists()}
     paths |= {"model": str(runs / "export")} if export else {}

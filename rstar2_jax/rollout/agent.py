@@ -5,8 +5,7 @@ replies, the start of the next assistant turn) has mask 0 and no log-probability
 ids for reading its calls and is never encoded again.
 
 Every wait has the deadline of the settings, and an error names what was waited for. A fault of ours ends the episode
-as LOST, with the finished turns kept and a Fault reported; a fault inside one tool call becomes a reply with status
-`infra`.
+as LOST, with the finished turns kept and a Fault reported; so does a call that the infrastructure failed.
 
 Deliberately not here: grading, the choice among engines, repeated attempts at a lost turn, and history editing.
 
@@ -145,9 +144,10 @@ async def run_episode(
 ) -> Trajectory:
     """One trajectory, ungraded. It is LOST when a fault of ours ended it, with the finished turns kept.
 
-    A call that the infrastructure failed (INFRA or REJECTED after the client's own retries) ends the episode as LOST: an
-    answer given without its tool would be graded for our fault. After each turn the first of these that holds ends the
-    episode: the engine met the token limit (LENGTH, nothing of
+    A call that the infrastructure failed (INFRA or REJECTED after the client's own retries) ends the episode as LOST:
+    an answer given without its tool would be graded for our fault.
+
+    After each turn the first of these that holds ends the episode: the engine met the token limit (LENGTH, nothing of
     the turn is executed); no tool call (ANSWERED); no token left (BUDGET); turn limit (TURNS, the calls are not
     executed); the tool replies and one more id do not fit (BUDGET, nothing is appended).
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rstar2_jax.tools import parse
+from rstar2_jax.rollout import agent
 from rstar2_jax.types import CallStatus, Group, StopReason, Trajectory, Verdict
 
 Metrics = dict[str, float | None]
@@ -20,14 +20,14 @@ Metrics = dict[str, float | None]
 
 def call_error_rate(trajectories: Iterable[Trajectory]) -> float | None:
     """Bad calls / counted calls over all the trajectories; None when they made no counted call."""
-    statuses = [result.status for t in trajectories for turn in t.turns for result in turn.results]
+    statuses = [status for t in trajectories for status in _statuses(t)]
     counted = sum(status.is_counted for status in statuses)
     return sum(status.is_bad for status in statuses) / counted if counted else None
 
 
 def tool_rate(trajectories: Sequence[Trajectory]) -> float | None:
     """Share of trajectories with at least one executed or attempted call."""
-    return _mean([any(turn.calls for turn in t.turns) for t in trajectories])
+    return _mean([_has_calls(t) for t in trajectories])
 
 
 def describe(groups: Sequence[Group]) -> Metrics:
@@ -61,22 +61,26 @@ def describe(groups: Sequence[Group]) -> Metrics:
         "rollout/sampled_tokens_wrong": _mean([t.num_sampled_tokens for t in wrong]),
         "rollout/turns_mean": _mean([len(t.turns) for t in scored]),
         "rollout/unique_frac": _mean([group.unique_frac for group in groups]),
-        "rollout/repeat_call_frac": _mean([_repeats(t) for t in scored if any(turn.calls for turn in t.turns)]),
+        "rollout/repeat_call_frac": _mean([agent.repeat_call_frac(t) for t in scored if _has_calls(t)]),
         "rollout/episodes": float(len(everything)),
         "rollout/unscored": float(len(everything) - len(scored)),
         "rollout/lost": float(sum(t.stop_reason is StopReason.LOST for t in everything)),
         **_counts("stop", StopReason, Counter(t.stop_reason for t in everything)),
-        **_counts("status", CallStatus, Counter(r.status for t in everything for turn in t.turns for r in turn.results)),
+        **_counts("status", CallStatus, Counter(status for t in everything for status in _statuses(t))),
         **_waits(everything),
     }
 
 
+def _has_calls(trajectory: Trajectory) -> bool:
+    return any(turn.calls for turn in trajectory.turns)
+
+
+def _statuses(trajectory: Trajectory) -> list[CallStatus]:
+    return [result.status for turn in trajectory.turns for result in turn.results]
+
+
 def _correct(group: Group) -> list[bool]:
     return [t.verdict is Verdict.CORRECT for t in group.trajectories]
-
-
-def _repeats(trajectory: Trajectory) -> float:
-    return parse.repeat_share([call for turn in trajectory.turns for call in turn.calls])
 
 
 def _mean(values: Sequence[float | bool]) -> float | None:

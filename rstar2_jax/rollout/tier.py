@@ -50,15 +50,16 @@ async def open_tier(
         report: receives one line for each part that is ready.
 
     Raises:
-        ValueError: template not append-only, context too long, no Redis.
-        RuntimeError: the grader's self-test failed.
+        ValueError: template not append-only, vocabulary or context too large for the model.
+        RuntimeError: the sandbox could not start, or the grader's self-test failed.
     """
+    chat = files.load_chat(task, [python.schema(task.tool_name)])
+    files.check_vocabulary(chat.tokenizer, model)
     async with contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(cluster.connect(name, sandbox))
         tools = protocol.Registry([python.PythonTool(client, task.tool_name, sandbox)])
-        chat = files.load_chat(task, tools.schemas)
         digest = await outcome.self_test(client)
-        report(f"sandbox ready, grader self-test passed (vectors {digest[:8]})")
+        report(f"sandbox ready, grader self-test passed (rules {digest})")
         engine = jax_engine.JaxEngine(
             model,
             slots=rollout.engine_slots,
