@@ -156,5 +156,5 @@ def resident(params: Any, model: Model) -> Any:
     return jax.tree_util.tree_map_with_path(place, params)
 
 
-def _apply(model, params, method, *args):
+def _apply(model: Model, params: Any, method: Any, *args: Any) -> Any:
     return decoder.Decoder(model).apply({"params": params}, *args, method=method)
