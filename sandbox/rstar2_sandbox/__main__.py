@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     node.set_defaults(role=_worker)
     doctor = roles.add_parser("doctor", help="say what this machine offers: isolation, Redis, calls a second")
     _node_options(doctor)
+    doctor.add_argument("--queue_calls", type=int, default=0, help="also send so many calls through a private queue")
     doctor.set_defaults(role=_doctor)
     inner = roles.add_parser("supervise", help="used by rstar2_sandbox.local")
     inner.add_argument("folder")
@@ -111,7 +112,7 @@ def _worker(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from rstar2_sandbox import doctor
 
-    return asyncio.run(doctor.report(arguments.slots, _settings(arguments)))
+    return asyncio.run(doctor.report(arguments.slots, _settings(arguments), arguments.queue_calls))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,16 @@ def _own_group() -> tuple[str, str]:
     return ROOT + path, "memory.max"
 
 
+def sweep(prefix: str) -> None:
+    """Remove empty groups whose names start so: what nodes that were killed left behind."""
+    with contextlib.suppress(OSError):
+        parent, _ = _own_group()
+        for name in os.listdir(parent):
+            if name.startswith(prefix):
+                with contextlib.suppress(OSError):
+                    os.rmdir(os.path.join(parent, name))
+
+
 class SlotMemory:
     """The group of one slot; every method does nothing where groups cannot be made (`works` is False then).
 
@@ -52,6 +62,7 @@ class SlotMemory:
         """Move a process, and all that it will fork, into the group."""
         if self.works:
             try:
+                os.makedirs(self._folder, exist_ok=True)
                 with open(self._file("cgroup.procs"), "w") as file:
                     file.write(str(pid))
             except OSError:

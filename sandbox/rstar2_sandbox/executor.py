@@ -186,6 +186,7 @@ class Executor:
     async def start(self) -> None:
         """Find the strongest tier that works and build the slots. Raises SlotError."""
         self._end_predecessors()
+        cgroup.sweep(f"rstar2-slot-{os.geteuid()}-")
         for tier in self._settings.tiers:
             trial = self._slot(0, tier)
             try:

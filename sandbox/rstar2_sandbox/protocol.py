@@ -264,6 +264,8 @@ def decode_calls(payload: str | bytes) -> list[Call]:
             raise ProtocolError(f"not a call: {texts!r}")
         if not all(isinstance(n, int | float) for n in (call.epoch, call.expires, call.deliveries)):
             raise ProtocolError(f"a call's numbers are not numbers: {call.key!r}")
+        if any("\ud800" <= character <= "\udfff" for character in "".join(texts)):
+            raise ProtocolError(f"half a character in the names of a call: {texts!r}")
     return calls
 
 

@@ -105,7 +105,7 @@ class Node:
         self._flush = asyncio.Event()
         self._clock_offset_s = 0.0
         self._epochs: dict[str, int] = {}
-        self._held: set[str] = set()
+        self._held: set[tuple[str, str]] = set()
         self._joined: asyncio.Future[None]
         self.counts: collections.Counter[str] = collections.Counter()
 
@@ -206,7 +206,7 @@ class Node:
                 )
                 entries = found[0][1] if found else []
                 for entry, fields in entries:
-                    if entry.decode() not in self._held:
+                    if (stream, entry.decode()) not in self._held:
                         await self._admit(lane, entry.decode(), fields)
                 start = ">" if start == ">" or not entries else entries[-1][0]
             except LOST as error:
@@ -224,10 +224,10 @@ class Node:
             if "BUSYGROUP" not in str(error):
                 await asyncio.sleep(0.1)
 
-    async def _admit(self, lane: _Lane, entry_id: str, fields: dict[bytes, bytes]) -> None:
+    async def _admit(self, lane: _Lane, entry_id: str, fields: dict[bytes, bytes] | None) -> None:
         """Queue the calls of an entry that still need doing; answer the others at once."""
         try:
-            calls = protocol.decode_calls(fields.get(b"calls", b""))
+            calls = protocol.decode_calls((fields or {}).get(b"calls", b""))
         except protocol.ProtocolError as error:
             logger.error("an unreadable entry was dropped: %s", error)
             calls = []
@@ -239,7 +239,7 @@ class Node:
         names = [keys.result(call.run, call.key) for call in calls]
         epochs = [keys.epoch(call.run) for call in calls]
         values = await self._redis.mget(names + epochs)
-        self._held.add(entry_id)
+        self._held.add((entry.stream, entry_id))
         self._epochs |= {call.run: int(epoch or 0) for call, epoch in zip(calls, values[len(calls) :], strict=True)}
         for call, name, known in zip(calls, names, values[: len(calls)], strict=True):
             waiters = self._waiters.setdefault(name, [])
@@ -335,7 +335,7 @@ class Node:
                 try:
                     flat = [part for result in results for part in result]
                     await self._redis.eval(_FINISH, 0, keys.GROUP, len(results), *flat, *acks)
-                    self._held.difference_update(acks[1::2])
+                    self._held.difference_update(zip(acks[::2], acks[1::2], strict=True))
                     break
                 except LOST as error:
                     logger.warning("%d results wait for Redis: %s", len(results), error)

@@ -13,6 +13,9 @@ from rstar2_sandbox import client, keys, local, protocol
 from rstar2_sandbox.protocol import Execution, Limits, Status, Verdict
 
 
+HALF = rb'[["\ud800","k",0,"execute","c",1e12,{},0]]'
+
+
 def talk(sandbox, conversation, **options):
     """Run a conversation with a fresh client and return what it returns."""
 
@@ -171,7 +174,7 @@ def test_a_connection_closed_midway_loses_no_call(sandbox):
 def test_what_cannot_be_read_is_dropped_and_the_node_goes_on(sandbox):
     with redis.Redis.from_url(sandbox.redis_url) as server:
         for lane in keys.LANES:
-            for payload in (b"\xff", b"[", b"[[1,2]]", b'[["r","k",0,"execute","c",1e12,{"code":1},0]]', b""):
+            for payload in (b"\xff", b"[", b"[[1,2]]", b'[["r","k",0,"execute","c",1e12,{"code":1},0]]', HALF, b""):
                 server.xadd(keys.stream(lane), {"calls": payload})
             server.xadd(keys.stream(lane), {"other": "field"})
 
@@ -184,6 +187,32 @@ def test_what_cannot_be_read_is_dropped_and_the_node_goes_on(sandbox):
         while any(server.xlen(keys.stream(lane)) for lane in keys.LANES):
             assert time.monotonic() < deadline, "entries were left in the streams"
             time.sleep(0.05)
+
+
+def test_entries_of_two_lanes_may_have_one_id(sandbox):
+    """Ids are unique in a stream only, and two streams written in one millisecond share them."""
+    entry = f"{int(time.time() * 1000) + 2000}-0"
+
+    async def conversation(caller):
+        await caller.execute(program("1"))
+        calls = [
+            protocol.Call(
+                run="ids", key=lane, epoch=0, lane=lane, reply="nobody", expires=2**40, body=body
+            )
+            for lane, body in (
+                (keys.EXECUTE, protocol.execution_body(program("import time\ntime.sleep(0.5)"))),
+                (keys.VERIFY, {"text": "", "gold": "1"}),
+            )
+        ]  # fmt: skip
+        with redis.Redis.from_url(sandbox.redis_url) as server:
+            for call in calls:
+                server.xadd(keys.stream(call.lane), {"calls": protocol.encode_calls([call])}, id=entry)
+            deadline = time.monotonic() + 10
+            while not server.exists(keys.result("ids", keys.VERIFY)):
+                assert time.monotonic() < deadline, "the second entry of this id was never done"
+                await asyncio.sleep(0.05)
+
+    talk(sandbox, conversation)
 
 
 def test_opening_and_closing_200_clients_leaves_nothing_open(sandbox):
