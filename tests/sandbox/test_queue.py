@@ -12,7 +12,6 @@ import redis
 from rstar2_sandbox import client, keys, local, protocol
 from rstar2_sandbox.protocol import Execution, Limits, Status, Verdict
 
-
 HALF = rb'[["\ud800","k",0,"execute","c",1e12,{},0]]'
 
 
