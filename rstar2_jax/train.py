@@ -188,7 +188,7 @@ async def _step(desk: _Desk, progress: _Progress) -> dict[str, float | None]:
     abandoned = collected.unscored_share > desk.roc.max_unscored
     with desk.clock.phase("select"):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(desk.run.seed), progress.step), 1)
-        chosen = batch.select(collected.groups, key, desk.rollout.group_size, desk.roc, desk.learner.loss)
+        chosen = batch.select(collected.groups, key, desk.rollout, desk.roc, desk.learner.loss)
         rows = [] if abandoned else batch.rows(collected.groups, chosen)
         work = batch.minibatches(rows, desk.learner)
         told |= {"learner/trained_rows": float(len(rows))}

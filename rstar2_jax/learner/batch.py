@@ -43,25 +43,28 @@ class Minibatch:
 
 
 def select(
-    groups: Sequence[Group], key: jax.Array, group_size: int, how: settings.Roc, loss: settings.Loss
+    groups: Sequence[Group], key: jax.Array, rollout: settings.Rollout, how: settings.Roc, loss: settings.Loss
 ) -> Selection:
     """Which rollouts of each group are trained on and with which advantage; groups may differ in size.
 
+    A step with fewer groups than prompts_per_step is filled up with empty rows, so that one program serves every step;
+    a group's choice does not depend on the rows after it.
+
     Args:
-        groups: of one step; none gives an empty selection.
+        groups: of one step.
         key: PRNG key of the step's selection.
-        group_size: G.
+        rollout: group_size G, and the shape [prompts_per_step, oversample] of a full step.
     """
-    if not groups:
-        return Selection(kept=np.zeros((0, 0), bool), advantages=np.zeros((0, 0), np.float32))
-    widest = max(len(group.trajectories) for group in groups)
-    rewards, penalties = (np.zeros((len(groups), widest), np.float32) for _ in range(2))
-    valid = np.zeros((len(groups), widest), bool)
+    widest = max([rollout.oversample, *(len(group.trajectories) for group in groups)])
+    shape = (max(rollout.prompts_per_step, len(groups)), widest)
+    rewards, penalties = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    valid = np.zeros(shape, bool)
     for row, group in enumerate(groups):
         size = len(group.trajectories)
         rewards[row, :size], penalties[row, :size], valid[row, :size] = group.rewards, group.penalties, group.valid
-    chosen, advantages = _selector(group_size, how, loss.ddof, loss.advantage_eps)(key, rewards, penalties, valid)
-    return Selection(kept=np.asarray(chosen), advantages=np.asarray(advantages))
+    selector = _selector(rollout.group_size, how, loss.ddof, loss.advantage_eps)
+    chosen, advantages = selector(key, rewards, penalties, valid)
+    return Selection(kept=np.asarray(chosen)[: len(groups)], advantages=np.asarray(advantages)[: len(groups)])
 
 
 @functools.lru_cache(maxsize=8)
