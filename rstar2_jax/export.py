@@ -222,7 +222,7 @@ def _start(model: settings.Model, length: int, params: Any, tokens: Any, positio
     return module.apply(variables, last, method="logits"), cache
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _continue(model: settings.Model, new_tokens: int, params: Any, logits: Any, lengths: Any, cache: Any) -> Any:
     """i32[n, new_tokens]: the greedy ids from the first logits on."""
     module, variables = decoder.Decoder(model), {"params": params}

@@ -63,9 +63,8 @@ def rows(batch: int, tokens: int, seed: int = 0):
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
 def test_the_parameter_tree_is_the_abstract_one_in_float32(family, tied):
     settings = small(family, tied)
-    params = decoder.init_params(settings, jax.random.key(0))
-    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    assert specs == decoder.abstract_params(settings)
+    params = jax.eval_shape(lambda key: decoder.init_params(settings, key), jax.random.key(0))
+    assert params == decoder.abstract_params(settings)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
     assert ("head" in params) == (not tied)
     assert ("bias" in params["layers_0"]["attn"]["q"]) == (family == "qwen2")
@@ -80,12 +79,14 @@ def test_initial_parameters_have_the_promised_deviations_and_depend_on_the_key_a
     layer = params["layers_1"]
     assert np.std(layer["mlp"]["gate"]["kernel"]) == pytest.approx(128**-0.5, rel=0.05)
     assert np.std(layer["mlp"]["down"]["kernel"]) == pytest.approx(256**-0.5 / 2, rel=0.05)
-    assert np.std(params["embed"]["embedding"]) == pytest.approx(0.02, rel=0.05)
+    assert np.std(params["embed"]["embedding"]) == pytest.approx(128**-0.5, rel=0.05)
     assert not np.array_equal(layer["mlp"]["gate"]["kernel"], params["layers_0"]["mlp"]["gate"]["kernel"])
 
 
-@pytest.mark.parametrize(("family", "tied"), FAMILIES)
-@pytest.mark.parametrize("chunks", [(12,), (1,) * 12, (5, 1, 6), (4, 4, 4)])
+@pytest.mark.parametrize(
+    ("family", "tied", "chunks"),
+    [(*family, (4, 4, 4)) for family in FAMILIES] + [("qwen3", True, c) for c in ((12,), (1,) * 12, (7, 1, 4))],
+)
 def test_chunks_over_the_cache_give_the_hidden_states_of_whole_rows(family, tied, chunks):
     model, params = made(family, tied)
     tokens, positions, segments = rows(2, 12)
@@ -131,7 +132,7 @@ def test_an_all_padding_chunk_leaves_the_cache_bit_for_bit():
     assert jax.tree.all(jax.tree.map(np.array_equal, cache, after))
 
 
-@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+@pytest.mark.parametrize(("family", "tied"), FAMILIES[1:])
 def test_a_row_alone_padded_on_either_side_or_packed_has_the_same_logits(family, tied):
     model, params = made(family, tied)
     tokens, positions, segments = rows(1, 7)
@@ -188,8 +189,8 @@ def test_a_row_is_bit_equal_in_every_slot_and_with_any_neighbours(columns):
 
 
 def test_query_blocks_equal_one_dense_square(monkeypatch):
-    key = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(a, (2, 50, h, 8)) for a, h in zip(key, (4, 2, 2), strict=True))
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 50, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     segments = jnp.asarray(np.repeat([[1, 2, 3, 0], [1, 1, 2, 2]], [20, 15, 10, 5], axis=1))
     dense = jax.jit(ops.causal_attention)(q, k, v, segments)
     monkeypatch.setattr(ops, "QUERY_BLOCK_TOKENS", 16)
@@ -222,9 +223,10 @@ def test_rotation_by_position_depends_on_theta():
 
 @pytest.mark.parametrize("shape", [(24, 56), (56, 24)])
 def test_the_hand_written_gradients_equal_autodiff(shape):
-    key = jax.random.split(jax.random.key(1), 4)
-    x, w = jax.random.normal(key[0], (3, 17, shape[0])), jax.random.normal(key[1], shape) * shape[0] ** -0.5
-    up, pull = jax.random.normal(key[2], (3, 17, shape[1])), jax.random.normal(key[3], (3, 17, shape[1]))
+    rng, (inner, outer) = np.random.default_rng(1), shape
+    sizes = ((3, 17, inner), shape, (3, 17, outer), (3, 17, outer))
+    x, w, up, pull = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes)
+    w = w * inner**-0.5
 
     def ours(x, w, up):
         return jnp.sum(ops.silu_mul(ops.linear(x, w), up) * pull)
@@ -239,7 +241,7 @@ def test_the_hand_written_gradients_equal_autodiff(shape):
 
 
 def test_recomputing_layers_changes_no_gradient():
-    model, params = made("qwen2", False)
+    model, params = made("qwen3")
     tokens, positions, segments = rows(2, 10)
 
     def loss(params, remat):
@@ -252,7 +254,8 @@ def test_recomputing_layers_changes_no_gradient():
 
 
 def test_no_weight_gradient_is_a_doubly_transposed_dot_on_cpu():
-    model, params = made("llama")
+    model = decoder.Decoder(small("llama", layers=1))
+    params = decoder.abstract_params(model.settings)
     tokens, positions, segments = rows(2, 16)
 
     def loss(params):

@@ -5,6 +5,7 @@ import json
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -39,6 +40,14 @@ def small(family="llama", tied=True, **changes) -> Model:
     return Model(family=family, tie_embeddings=tied, **(sizes | changes))
 
 
+def drawn(settings):
+    """Random parameters."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), decoder.abstract_params(settings)
+    )
+
+
 def test_golden_files_cover_every_family_with_both_heads():
     assert len(GOLDEN) == 6
 
@@ -50,9 +59,8 @@ def test_logits_equal_transformers_on_a_random_checkpoint(path):
     np.testing.assert_allclose(logits, file["logits"], atol=2e-5)
 
 
-@pytest.mark.parametrize("path", GOLDEN[::2], ids=lambda path: path.stem)
-def test_golden_logits_notice_a_forgotten_rope_theta(path):
-    settings, params, file = load_golden(path)
+def test_golden_logits_notice_a_forgotten_rope_theta():
+    settings, params, file = load_golden(GOLDEN[0])
     assert settings.rope_theta == 54321.0
     logits = jitted_logits(dataclasses.replace(settings, rope_theta=10000.0), params, file)
     assert np.abs(logits - file["logits"]).max() > 1e-2
@@ -104,7 +112,7 @@ def test_a_config_that_the_decoder_cannot_honour_is_refused_by_name(change, word
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_folder_is_read_back_as_it_was_written(tmp_path, dtype, shard_bytes, tied):
     settings = small("qwen3", tied)
-    params = decoder.init_params(settings, jax.random.key(0))
+    params = drawn(settings)
     hf.save_folder(params, settings, tmp_path, dtype=dtype, ids=hf.SpecialIds(eos=(3,)), shard_bytes=shard_bytes)
     again, read = hf.load_folder(tmp_path)
     assert read == settings
@@ -124,7 +132,7 @@ def rewrite(folder: pathlib.Path, edit) -> None:
 
 def test_a_missing_misshapen_or_unknown_tensor_is_an_error_that_names_it(tmp_path):
     settings = small()
-    hf.save_folder(decoder.init_params(settings, jax.random.key(0)), settings, tmp_path)
+    hf.save_folder(drawn(settings), settings, tmp_path)
     original = (tmp_path / hf.SINGLE_NAME).read_bytes()
     name = "model.layers.1.mlp.up_proj.weight"
     edits = [
@@ -142,7 +150,7 @@ def test_a_missing_misshapen_or_unknown_tensor_is_an_error_that_names_it(tmp_pat
 
 def test_a_repeated_tied_head_and_old_rotary_buffers_are_accepted(tmp_path):
     settings = small()
-    params = decoder.init_params(settings, jax.random.key(0))
+    params = drawn(settings)
     hf.save_folder(params, settings, tmp_path)
     rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
     rewrite(tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}))
@@ -159,7 +167,7 @@ def test_a_folder_without_config_or_weights_is_refused(tmp_path):
 
 
 def test_parameters_of_another_model_are_not_written(tmp_path):
-    params = decoder.init_params(small(), jax.random.key(0))
+    params = drawn(small())
     with pytest.raises(ValueError, match="20 tensors where a qwen3 model of 2 layers has 24"):
         hf.save_folder(params, small("qwen3"), tmp_path)
     with pytest.raises(ValueError, match="shape"):

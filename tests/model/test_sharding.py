@@ -62,9 +62,8 @@ def test_rows_that_cannot_be_split_are_an_error_with_both_numbers():
         sharding.check_rows(6, mesh)
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2)])
-def test_eight_devices_give_the_loss_and_gradients_of_one(shape):
-    settings = small("qwen2")
+def test_eight_devices_give_the_loss_and_gradients_of_one():
+    settings = small("qwen2", layers=1)
     model = decoder.Decoder(settings)
     rng = np.random.default_rng(0)
     params = jax.tree.map(
@@ -80,7 +79,7 @@ def test_eight_devices_give_the_loss_and_gradients_of_one(shape):
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - logits[..., 0])
 
     want = jax.jit(loss)(params, tokens, positions, segments)
-    mesh = sharding.make_mesh(shape)
+    mesh = sharding.make_mesh((2, 2, 2))
     placed = jax.device_put(params, sharding.param_shardings(params, mesh))
     rows = jax.device_put((tokens, positions, segments), sharding.batch_sharding(mesh))
     value, gradient = jax.jit(loss)(placed, *rows)
