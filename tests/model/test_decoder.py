@@ -19,9 +19,9 @@ def small(family: str, tied: bool = True, **changes) -> Model:
 
 
 @functools.cache
-def made(family: str, tied: bool = True):
+def made(family: str, tied: bool = True, layers: int = 2):
     """(decoder, parameters with nothing left at one or zero)."""
-    settings = small(family, tied)
+    settings = small(family, tied, layers=layers)
     rng = np.random.default_rng(3)
 
     def draw(path, leaf):
@@ -72,15 +72,16 @@ def test_the_parameter_tree_is_the_abstract_one_in_float32(family, tied):
 
 
 def test_initial_parameters_have_the_promised_deviations_and_depend_on_the_key_alone():
-    settings = small("llama", d_model=128, d_mlp=256)
+    settings = small("llama", vocab_size=64, d_model=64, d_mlp=64, kv_heads=4, head_dim=16)  # one shape compiles once
     params = decoder.init_params(settings, jax.random.key(0))
     again = decoder.init_params(settings, jax.random.key(0))
     assert jax.tree.all(jax.tree.map(np.array_equal, params, again))
     layer = params["layers_1"]
-    assert np.std(layer["mlp"]["gate"]["kernel"]) == pytest.approx(128**-0.5, rel=0.05)
-    assert np.std(layer["mlp"]["down"]["kernel"]) == pytest.approx(256**-0.5 / 2, rel=0.05)
-    assert np.std(params["embed"]["embedding"]) == pytest.approx(128**-0.5, rel=0.05)
+    assert np.std(layer["mlp"]["gate"]["kernel"]) == pytest.approx(64**-0.5, rel=0.05)
+    assert np.std(layer["mlp"]["down"]["kernel"]) == pytest.approx(64**-0.5 / 2, rel=0.05)
+    assert np.std(params["embed"]["embedding"]) == pytest.approx(64**-0.5, rel=0.05)
     assert not np.array_equal(layer["mlp"]["gate"]["kernel"], params["layers_0"]["mlp"]["gate"]["kernel"])
+    assert not np.array_equal(layer["mlp"]["gate"]["kernel"], layer["mlp"]["up"]["kernel"])
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_a_row_alone_padded_on_either_side_or_packed_has_the_same_logits(family,
 
 
 def test_a_row_of_padding_only_is_finite_in_value_and_gradient():
-    model, params = made("qwen3")
+    model, params = made("qwen3", layers=1)
     tokens, positions, segments = rows(2, 6)
     segments[1] = 0
 
@@ -241,7 +242,7 @@ def test_the_hand_written_gradients_equal_autodiff(shape):
 
 
 def test_recomputing_layers_changes_no_gradient():
-    model, params = made("qwen3")
+    model, params = made("qwen3", layers=1)
     tokens, positions, segments = rows(2, 10)
 
     def loss(params, remat):
@@ -271,8 +272,8 @@ def test_no_weight_gradient_is_a_doubly_transposed_dot_on_cpu():
 
 
 def test_bfloat16_computes_near_float32_and_gives_float32_logits():
-    model, params = made("qwen3")
-    low = decoder.Decoder(small("qwen3", compute_dtype="bfloat16"))
+    model, params = made("qwen3", layers=1)
+    low = decoder.Decoder(small("qwen3", layers=1, compute_dtype="bfloat16"))
     tokens, positions, segments = rows(2, 10)
     hidden = forward(low)({"params": params}, tokens, positions, segments)
     logits = head(low)({"params": params}, hidden)
