@@ -230,7 +230,7 @@ def _continue(model: settings.Model, new_tokens: int, params: Any, logits: Any, 
     def step(carry, offset):
         token, cache = carry
         hidden, cache = module.apply(variables, token[:, None], (lengths + offset)[:, None], cache, method="extend")
-        logits = module.apply(variables, hidden[:, 0], method="logits")
+        logits: Any = module.apply(variables, hidden[:, 0], method="logits")
         return (jnp.argmax(logits, axis=-1).astype(jnp.int32), cache), token
 
     start = (jnp.argmax(logits, axis=-1).astype(jnp.int32), cache)
