@@ -110,7 +110,7 @@ def _with_moments(run: settings.Run, like: TrainState) -> TrainState:
     store.close()
     if found is None:
         raise ValueError(f"{folder} holds no checkpoint to take moments from: finish that run first")
-    before = found[1]
+    before: Any = found[1]
     return before.replace(
         step=jnp.zeros_like(before.step), opt_state=optimizers.restart_schedule(before.opt_state)
     )

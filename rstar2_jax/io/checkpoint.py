@@ -90,7 +90,7 @@ class Checkpoints:
         for step in reversed(found):
             args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), record=ocp.args.JsonRestore())
             try:
-                restored = self._manager.restore(step, args=args)
+                restored: Any = self._manager.restore(step, args=args)
             except (OSError, ValueError, KeyError, FileNotFoundError) as fault:
                 self._warn(f"checkpoint {self._folder / str(step)} is torn and was passed over: {_first_line(fault)}")
                 continue

@@ -74,7 +74,7 @@ def records(
     groups: Sequence[Group],
     kept: np.ndarray | None = None,
     advantages: np.ndarray | None = None,
-    weight: Callable[[float], float] | None = None,
+    weight: Callable[[float], Any] | None = None,
     *,
     first_group: int = 0,
 ) -> list[Record]:

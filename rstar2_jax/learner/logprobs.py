@@ -36,10 +36,10 @@ def token_logprobs(
         batch: rows [B, T].
         temperature: the one used in sampling, above 0: ratios are those of the distribution that was sampled from.
     """
-    hidden = model.apply({"params": params}, batch.tokens, batch.positions, batch.segment_ids)
+    hidden: Any = model.apply({"params": params}, batch.tokens, batch.positions, batch.segment_ids)
     rows, length, width = hidden.shape
     contexts = hidden[:, :-1].reshape(rows * (length - 1), width)
-    targets = batch.tokens[:, 1:].reshape(rows * (length - 1))
+    targets = jnp.asarray(batch.tokens)[:, 1:].reshape(rows * (length - 1))
     logprobs, entropies = _chunked(model, params, contexts, targets, temperature)
     pad = jnp.zeros((rows, 1), jnp.float32)
     shape = (rows, length - 1)
@@ -61,8 +61,8 @@ def _chunked(
     @jax.checkpoint
     def body(carry: None, chunk_values: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, jax.Array]]:
         states, ids = chunk_values
-        logits = model.apply({"params": params}, states, method=decoder.Decoder.logits) / temperature
-        logp = jax.nn.log_softmax(logits)
+        logits: Any = model.apply({"params": params}, states, method=decoder.Decoder.logits)
+        logp = jax.nn.log_softmax(logits / temperature)
         entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
         return carry, (jnp.take_along_axis(logp, ids[:, None], axis=-1)[:, 0], entropy)
 

@@ -83,7 +83,8 @@ class Learner:
 
     def compilations(self) -> int:
         """Programs compiled so far: stays the same once every shape of the run was seen."""
-        return sum(function._cache_size() for function in (self._score, self._accumulate, self._apply))
+        programs: list[Any] = [self._score, self._accumulate, self._apply]
+        return sum(program._cache_size() for program in programs)
 
     def update(
         self,

@@ -90,7 +90,7 @@ class Attention(nn.Module):
     def extend(self, x: Float[Array, "b c d"], angles: Any, positions: Int[Array, "b c"], cache: Any) -> Any:
         """(output, cache) after the chunk's keys and values are written at their positions."""
         q, k, v = self._project(x, angles)
-        keys, values = ops.write_cache(*cache, k, v, positions)
+        keys, values = ops.write_cache(cache[0], cache[1], k, v, positions)
         out = ops.cached_attention(q, keys.astype(q.dtype), values.astype(q.dtype), positions)
         return self.o(out.reshape(*x.shape[:2], -1)), (keys, values)
 
@@ -145,7 +145,7 @@ class Decoder(nn.Module):
         """Declare embedding, layers, final norm and (untied) head."""
         s = self.settings
         self.embed = nn.Embed(s.vocab_size, s.d_model, embedding_init=_SHAPE_ONLY, param_dtype=jnp.float32)
-        layer = nn.remat(Layer) if self.remat else Layer
+        layer: Any = nn.remat(Layer) if self.remat else Layer
         self.layers = [layer(s) for _ in range(s.layers)]
         self.norm = RmsNorm(s.rms_eps)
         if not s.tie_embeddings:
@@ -213,7 +213,7 @@ class _Head(nn.Module):
 
 def _declare(settings: Model, key: jax.Array) -> Params:
     one = jnp.zeros((1, 1), jnp.int32)
-    variables = Decoder(settings).init(key, one, one, one + 1, method=lambda m, t, p, s: m.logits(m(t, p, s)))
+    variables: Any = Decoder(settings).init(key, one, one, one + 1, method=lambda m, t, p, s: m.logits(m(t, p, s)))
     return variables["params"]
 
 
