@@ -59,7 +59,7 @@ def check(folder: pathlib.Path) -> tuple[dict[str, object], list[str]]:
     if not largest <= MAX_DELTA_LOGIT:
         faults.append(f"logits differ by {largest:.2e}, allowed is {MAX_DELTA_LOGIT:.0e}")
     numbers = {"transformers_max_delta_logit": largest, "transformers_equal_texts": equal_texts}
-    return numbers | {"transformers_prompts": len(reference["texts"])}, faults
+    return numbers | {"transformers_prompts": len(reference["texts"]), "transformers_faults": len(faults)}, faults
 
 
 def main() -> int:

@@ -49,7 +49,10 @@ def sft(
         if begun.step >= run.steps:
             print(f"{run.workdir}: all {run.steps} steps are done already")
             return 0
-        demos = sft_mix.demonstrations(task, demonstrations, chat, run.seed)
+        made = sft_mix.demonstrations(task, demonstrations, chat, run.seed)
+        demos = sft_mix.fitting(made, learner.row_tokens)
+        if len(demos) < len(made):
+            print(f"{len(made) - len(demos)} of {len(made)} demonstrations are longer than a row and left out")
         begin.save_tokenizer(chat.tokenizer, chat.template_text, workdir)
         _loop(run, model, demonstrations, learner, (trainer, store, begun), demos)
     return 0

@@ -82,6 +82,22 @@ def demonstrations(task: settings.Task, mix: settings.Demonstrations, chat: chat
     return demos
 
 
+def fitting(demos: Sequence[Demo], row_tokens: int) -> list[Demo]:
+    """The demonstrations that fit into a row of row_tokens tokens.
+
+    Raises:
+        ValueError: none does.
+    """
+    kept = [demo for demo in demos if len(demo.token_ids) <= row_tokens]
+    if not kept:
+        shortest = min(len(demo.token_ids) for demo in demos)
+        raise ValueError(
+            f"all {len(demos)} demonstrations are longer than Learner.row_tokens = {row_tokens}: the shortest has "
+            f"{shortest} tokens; raise row_tokens"
+        )
+    return kept
+
+
 def kinds(mix: settings.Demonstrations, seed: int) -> list[Kind]:
     """The kinds of mix.count demonstrations in a random order; mistakes in equal parts, doubled answers over all."""
     tools = round(mix.count * mix.tool_share)

@@ -129,14 +129,13 @@ def restore_params(folder: str | os.PathLike[str], abstract: Any = None) -> tupl
         CheckpointError: no checkpoint is there, or its parameters do not have the wanted shapes.
     """
     root = _checkpoint_root(folder)
-    with ocp.CheckpointManager(root) as manager:
+    handlers = {"state": ocp.PyTreeCheckpointHandler(), "record": ocp.JsonCheckpointHandler()}
+    with ocp.CheckpointManager(root, item_handlers=handlers) as manager:
         step = manager.latest_step()
         if step is None:
             raise CheckpointError(f"{root}: holds no checkpoint; finish that run first or correct the path")
-        record = manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
-    item = root / str(step) / "state"
-    with ocp.PyTreeCheckpointer() as reader:
-        stored = reader.metadata(item).item_metadata.tree["params"]
+        found: Any = manager.item_metadata(step)
+        stored = found["state"].tree["params"]
         if abstract is None:
             device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             abstract = jax.tree.map(
@@ -144,8 +143,9 @@ def restore_params(folder: str | os.PathLike[str], abstract: Any = None) -> tupl
             )
         _check_shapes(root, stored, abstract)
         restore_args = ocp.checkpoint_utils.construct_restore_args({"params": abstract})
-        args = ocp.args.PyTreeRestore(item={"params": abstract}, restore_args=restore_args, partial_restore=True)
-        return reader.restore(item, args=args)["params"], dict(record)
+        state = ocp.args.PyTreeRestore(item={"params": abstract}, restore_args=restore_args, partial_restore=True)
+        restored: Any = manager.restore(step, args=ocp.args.Composite(state=state, record=ocp.args.JsonRestore()))
+        return restored.state["params"], dict(restored.record)
 
 
 def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -39,6 +39,16 @@ def test_demonstrations_are_a_pure_function_of_the_seed():
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_demonstrations_longer_than_a_row_are_left_out_and_none_left_is_an_error():
+    _, demos, _ = made()
+    longest = max(len(demo.token_ids) for demo in demos)
+    kept = sft_mix.fitting(demos, longest - 1)
+    assert 0 < len(kept) < len(demos) and max(len(demo.token_ids) for demo in kept) < longest
+    assert sft_mix.fitting(demos, longest) == demos
+    with pytest.raises(ValueError, match=r"Learner.row_tokens = 3: the shortest has \d+ tokens; raise row_tokens"):
+        sft_mix.fitting(demos, 3)
+
+
 def test_each_assistant_turn_is_one_trained_run():
     # F08: direct 1, tool 2, mended mistake 3.
     _, demos, kinds = made()

@@ -95,11 +95,13 @@ def test_a_state_saved_on_one_mesh_comes_back_on_another(tmp_path, mesh):
     assert counts and all(int(value) == 0 for _, value in counts)
 
 
-def test_parameters_alone_are_read_from_a_finished_run_and_shapes_are_checked(tmp_path):
+def test_parameters_alone_are_read_from_a_finished_run_and_shapes_are_checked(tmp_path, caplog):
     saved = make_state(3)
     checkpoint.Checkpoints(tmp_path / "checkpoints", keep=1).save(9, saved, {"model": {"layers": 1}})
+    caplog.clear()
     params, record = checkpoint.restore_params(tmp_path)
     assert_equal(saved.params, params)
+    assert [line.getMessage() for line in caplog.records if line.levelname == "WARNING"] == []
     assert record["model"] == {"layers": 1} == checkpoint.read_record(tmp_path)["model"]
     wrong = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*leaf.shape, 1), leaf.dtype), params)
     with pytest.raises(checkpoint.CheckpointError, match="use the settings that the checkpoint was trained with"):

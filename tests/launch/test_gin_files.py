@@ -49,9 +49,12 @@ def test_a_run_file_alone_parses_strictly_and_gives_a_run_function_all_its_argum
         assert type(arguments[name]) is wanted
 
 
+MODEL_OF = {"scale/box.gin": ["model/box.gin"], "scale/box_real.gin": ["model/smollm2_135m.gin"]}
+
+
 @pytest.mark.parametrize("run, scale", list(itertools.product(RUNS, SCALES)))
 def test_a_run_file_goes_with_every_scale(run, scale):
-    models = ["model/box.gin"] if scale == "scale/box.gin" else []
+    models = MODEL_OF.get(scale, [])
     resolved = resolve(run, scale, *models, flags=flags_for(run, scale))
     gin_strict.build(resolved)
     assert resolved.warnings == ()
@@ -170,6 +173,17 @@ def test_the_box_keeps_half_of_its_rollouts_and_the_ablation_keeps_all():
     rollout = arguments_of(*box)["rollout"]
     assert rollout.oversample == 2 * rollout.group_size
     assert arguments_of(*box, "ablation/no_roc.gin")["rollout"].oversample == rollout.group_size
+
+
+def test_the_box_with_real_weights_asks_real_problems_and_an_episode_fits_into_a_row():
+    for run in ("sft.gin", "stage1.gin"):
+        a = arguments_of(run, "model/smollm2_135m.gin", "scale/box_real.gin")
+        assert a["task"].source == "gsm_symbolic" and a["task"].template == "rstar2"
+        assert a["task"].tokenizer == "models/SmolLM2-135M-Instruct"
+        assert a["learner"].optimizer.warmup_steps == 0
+    rollout, learner = a["rollout"], a["learner"]
+    assert rollout.max_prompt_tokens + rollout.max_response_tokens <= learner.row_tokens
+    assert rollout.oversample > rollout.group_size and a["roc"].max_refills > 0
 
 
 def test_the_models_have_the_sizes_of_their_checkpoints():
