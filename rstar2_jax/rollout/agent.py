@@ -144,8 +144,7 @@ async def run_episode(
 ) -> Trajectory:
     """One trajectory, ungraded. It is LOST when a fault of ours ended it, with the finished turns kept.
 
-    A call that the infrastructure failed (INFRA or REJECTED after the client's own retries) ends the episode as LOST:
-    an answer given without its tool would be graded for our fault.
+    A call that the infrastructure failed (INFRA or REJECTED) ends it too: an answer without its tool is our fault.
 
     After each turn the first of these that holds ends the episode: the engine met the token limit (LENGTH, nothing of
     the turn is executed); no tool call (ANSWERED); no token left (BUDGET); turn limit (TURNS, the calls are not
@@ -172,11 +171,8 @@ async def run_episode(
     _check_fits(episode)
     try:
         stop_reason = await _run(episode)
-    except DeadlineError as error:
-        episode.fault("deadline", error, lost=True)
-        stop_reason = StopReason.LOST
-    except EngineError as error:
-        episode.fault("engine", error, lost=True)
+    except (DeadlineError, EngineError) as error:
+        episode.fault("deadline" if isinstance(error, DeadlineError) else "engine", error, lost=True)
         stop_reason = StopReason.LOST
     except Exception as error:  # one of the three places of fault tolerance: a lost episode never ends the step
         _LOG.warning("unexpected fault in episode turn %s", episode.rid, exc_info=error)

@@ -81,7 +81,7 @@ def test_the_two_sides_share_no_problem_even_up_to_the_order_of_operands():
     for family in box_problems.TRAINED:
         sides = [{box_problems.draw(family, 1, (i,), held_out=side).key for i in range(300)} for side in (False, True)]
         assert not sides[0] & sides[1]
-        assert len(sides[1]) >= 30
+        assert len(sides[1]) >= 20
 
 
 def test_trained_and_held_out_families_are_apart():

@@ -116,9 +116,9 @@ def test_evaluation_problems_never_occur_in_training(source):
 
 
 def test_evaluation_lists_are_fixed_and_without_repeats():
-    listed = prompts.eval_prompts(BOX, 100, 3)
-    assert listed == prompts.eval_prompts(BOX, 100, 3) and listed[:50] == prompts.eval_prompts(BOX, 50, 3)
-    assert len({p.question for p in listed}) == len({p.id for p in listed}) == 100
+    listed = prompts.eval_prompts(BOX, 60, 3)
+    assert listed == prompts.eval_prompts(BOX, 60, 3) and listed[:50] == prompts.eval_prompts(BOX, 50, 3)
+    assert len({p.question for p in listed}) == len({p.id for p in listed}) == 60
 
 
 def test_evaluation_goes_on_where_the_held_out_side_is_exhausted():

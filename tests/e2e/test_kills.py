@@ -1,4 +1,4 @@
-"""Runs that are killed: the trainer, the sandbox worker, Redis. What comes out is as if nothing had happened, or clear."""
+"""Runs that are killed: the trainer, the sandbox worker, Redis. What comes out is as if nothing had happened."""
 
 from __future__ import annotations
 
