@@ -77,7 +77,7 @@ async def _curate(
     total = rollout.prompts_per_step
     title = f"{workdir.name}: {total} problems x {samples} rollouts from {run.init_from}"
     async with contextlib.AsyncExitStack() as stack:
-        screen = stack.enter_context(console.Console(1, title))
+        screen = stack.enter_context(console.Console(0, title))
         opened = tier.open_tier(workdir.name, model, task, asked, sandbox, report=screen.note)
         rooms = await stack.enter_async_context(opened)
         weights = str(workdir / "weights")
@@ -95,6 +95,7 @@ async def _curate(
         )
         source = prompts.make_source(task).within(rooms.prompt_tokens, rollout.max_prompt_tokens)
         screen.note(source.report)
+        screen.stage("asking")
         with watch.phase("rollout"):
             problems = source.batch(run.seed, 0, total)
             found = await evaluate.ask(sampler, problems, 0, "problems", screen)

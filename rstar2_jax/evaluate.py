@@ -81,7 +81,7 @@ async def _evaluate(
     watch = clock.Clock(workdir)
     title = f"{workdir.name}: {sum(len(s[2]) for s in sets)} problems x {samples} from {run.init_from}"
     async with contextlib.AsyncExitStack() as stack:
-        screen = stack.enter_context(console.Console(len(sets), title))
+        screen = stack.enter_context(console.Console(0, title))
         with watch.phase("load"):
             opened = tier.open_tier(workdir.name, model, task, asked, sandbox, report=screen.note)
             rooms = await stack.enter_async_context(opened)

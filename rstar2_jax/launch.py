@@ -13,8 +13,8 @@ raised; any other code is the RUN function's own.
 
 The order is: command line, files, names, types, settings (no JAX so far, so that mistakes show at once), then the RUN
 function's module, what is used, the record in the workdir, the run. gin and absl.flags are used here and in the gin_*
-modules alone. Deliberately not here: signals (each RUN function stops cleanly by itself) and allocator settings (they
-must be in the environment before Python starts: see launch/).
+modules alone. Deliberately not here: signals (training ends after its step, with a checkpoint; the other runs start
+again from what they saved) and allocator settings (they must be in the environment before Python starts: see launch/).
 """
 
 from __future__ import annotations

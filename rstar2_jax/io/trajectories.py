@@ -1,4 +1,6 @@
-"""Trajectories on disk: every rollout of a step with all that a viewer needs to show, filter and replay it.
+"""Trajectories on disk: every rollout with all that a viewer needs to show, filter and replay it.
+
+A group that was finished beyond the need of its step stands in the file of the step that used it.
 
 One step is one file, workdir/trajectories/step_000012.jsonl.gz: a header line, then one JSON line for each rollout,
 those that RoC left out included. A file appears whole or not at all, and the same records give the same bytes.

@@ -109,7 +109,7 @@ class Console:
     and two locks taken in both orders would stop the run for good.
 
     Args:
-        total_steps: steps of the whole run.
+        total_steps: steps of the whole run; 0 for work that has no steps, which then shows its own bars only.
         title: name of the run, shown first and beside the spinner.
         start_step: first step of this start (above 0 when the run is continued).
         row_every: show the rows of every so many steps and of the last (for runs of many short steps).
@@ -200,8 +200,9 @@ class Console:
         if self._title:
             if live is not None:
                 live.stop()
-            done = self._last_step + 1
-            self._say(f"{done}/{self._steps.total} steps, {_time(self._now() - self._start)} since the start")
+            total = self._steps.total
+            steps = f"{self._last_step + 1}/{total} steps, " if total else ""
+            self._say(f"{steps}{_time(self._now() - self._start)} since the start")
         self._title = ""
 
     def __enter__(self) -> Console:
@@ -247,7 +248,8 @@ class Console:
         grid = rich.table.Table.grid(padding=(0, 1), expand=True)
         for ratio in (None, 1, None, None, None):
             grid.add_column(ratio=ratio, no_wrap=True, overflow="ellipsis")
-        for bar in (*self._bars.values(), self._steps):  # copied in one go
+        steps = (self._steps,) if self._steps.total else ()
+        for bar in (*self._bars.values(), *steps):  # copied in one go
             grid.add_row(
                 bar.name,
                 rich.progress_bar.ProgressBar(total=max(bar.total, 1), completed=bar.done),

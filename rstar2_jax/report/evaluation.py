@@ -3,7 +3,7 @@
 evaluation.json, as evaluate.py writes it into its workdir (each entry of `sets` is what `evaluation_set` returns; other
 keys beside `sets` may be added freely):
 
-    {"temperature": 1.0, "samples_per_problem": 1, "weights_version": 120, "sets": [
+    {"temperature": 1.0, "samples_per_problem": 1, "init_from": "runs/stage3", "sets": [
       {"set": "gcd", "kind": "trained", "n": 256, "correct": 240, "unscored": 0, "tool_episodes": 250,
        "correct_calls": 260, "correct_bad_calls": 13, "accuracy": 0.9375, "ci95": [0.9009, 0.9612],
        "tool_rate": 0.9766, "call_error_rate_correct": 0.05, "mean_tokens": 21.5, "mean_response_tokens": 34.0}]}

@@ -30,6 +30,7 @@ TINY = (
     "Rollout.oversample=8",
     "Rollout.group_size=4",
     "Rollout.engine_slots=16",
+    "Roc.max_refills=2",
     "Run.save_every_steps=2",
     "Demonstrations.tool_share=0.9",
     "Optimizer.lr=2e-3",
@@ -38,7 +39,7 @@ TINY = (
 
 def command(file, workdir, *bindings, steps=STEPS):
     files = [f"--gin_file={name}" for name in (file, "model/box.gin", "scale/box.gin")]
-    wanted = list(TINY) if file != "sft.gin" else [b for b in TINY if not b.startswith("Rollout")]
+    wanted = list(TINY) if file != "sft.gin" else [b for b in TINY if not b.startswith(("Rollout", "Roc"))]
     if file != "sft.gin":
         wanted = [b for b in wanted if not b.startswith("Demonstrations")]
     pairs = [f"--gin_bindings={text}" for text in (*wanted, *bindings)]
@@ -131,6 +132,7 @@ def test_the_run_has_tools_rewards_and_updates_to_lose(started):
     assert np.nansum(numbers["rollout/status_ok"]) > 0
     assert np.nanmax(numbers["learner/grad_norm"]) > 0
     assert np.nansum(numbers["rollout/unscored"]) == 0
+    assert np.nansum(numbers["rollout/refills"]) > 0
     assert np.nanmax(numbers["mismatch/logprob_gap_max"]) < 1e-3
 
 

@@ -266,3 +266,10 @@ def test_a_fault_gives_the_terminal_back_and_stays_readable():
     assert code == 1
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
     assert _screen(text, 80)[-2:] == ["SystemError: a fault", ""]
+
+
+def test_work_without_steps_ends_with_its_time_and_counts_no_step():
+    out = io.StringIO()
+    with console.Console(0, "eval", file=out) as screen:
+        screen.progress("gcd", 3, 8)
+    assert "steps" not in out.getvalue() and "since the start" in out.getvalue()
