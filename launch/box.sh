@@ -25,13 +25,13 @@ stage() {  # stage NAME GIN_FILE INIT_FROM [more flags]
 longer=(--gin_bindings="Rollout.max_response_tokens=144" --gin_bindings="Learner.row_tokens=176")
 asked=(--gin_bindings="Task.difficulty=3" --gin_bindings="Rollout.max_response_tokens=144"
     --gin_bindings="Rollout.prompts_per_step=128")
-stage sft sft.gin '' --steps=700 --gin_bindings="Task.difficulty=3"
+stage sft sft.gin '' --steps=900 --gin_bindings="Task.difficulty=3"
 stage eval_sft eval.gin "$RUNS/sft" "${asked[@]}"
 stage stage1 stage1.gin "$RUNS/sft" --steps=25
 stage stage2 stage2.gin "$RUNS/stage1" --steps=20 "${longer[@]}"
 stage curate curate.gin "$RUNS/stage2" --gin_bindings="Rollout.prompts_per_step=320" \
     --gin_bindings="Rollout.max_response_tokens=144"
-stage stage3 stage3.gin "$RUNS/stage2" --steps=20 "${longer[@]}" \
+stage stage3 stage3.gin "$RUNS/stage2" --steps=35 "${longer[@]}" \
     --gin_bindings="Task.source='jsonl'" --gin_bindings="Task.path='$RUNS/curate/hard.jsonl'"
 stage eval_rl eval.gin "$RUNS/stage3" "${asked[@]}"
 stage export export.gin "$RUNS/stage3"
