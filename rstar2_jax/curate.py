@@ -11,22 +11,20 @@ Source: rStar2-Agent paper, stage 3 (8 rollouts of the stage-2 model, 8 of 8 cor
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rstar2_jax import begin, evaluate, settings
+from rstar2_jax import ask, settings
 from rstar2_jax.data import prompts
 from rstar2_jax.io import clock
 from rstar2_jax.report import console
-from rstar2_jax.rollout import groups, tier
 from rstar2_jax.types import Group
-from rstar2_jax.weights import publish
 
 PROMPTS_FILE = "hard.jsonl"
+_MAX_UNSCORED = 0.01
 
 
 def curate(
@@ -44,6 +42,7 @@ def curate(
 
     Raises:
         ValueError: no model to ask, samples below 1, or no problem was left.
+        RuntimeError: too many rollouts had no verdict through faults of ours.
     """
     if samples < 1 or not run.init_from:
         raise ValueError(
@@ -76,33 +75,23 @@ async def _curate(
     watch = clock.Clock(workdir)
     total = rollout.prompts_per_step
     title = f"{workdir.name}: {total} problems x {samples} rollouts from {run.init_from}"
-    async with contextlib.AsyncExitStack() as stack:
-        screen = stack.enter_context(console.Console(0, title))
-        opened = tier.open_tier(workdir.name, model, task, asked, sandbox, report=screen.note)
-        rooms = await stack.enter_async_context(opened)
-        weights = str(workdir / "weights")
-        publish.prepare(weights, -1)
-        publish.publish(begin.load_params(run.init_from, model, run.seed), model, weights, 0, keep=1)
-        await rooms.engine.update_weights(weights, 0)
-        sampler = groups.Sampler(
-            engine=rooms.engine,
-            chat=rooms.chat,
-            tools=rooms.tools,
-            grader=rooms.grader,
-            rollout=asked,
-            roc=settings.Roc(reject_equal=False),
-            seed=run.seed,
+    with console.Console(0, title) as screen:
+        async with ask.open_room(run, model, task, asked, sandbox, screen) as room:
+            source = prompts.make_source(task).within(room.tier.prompt_tokens, rollout.max_prompt_tokens)
+            screen.note(source.report)
+            screen.stage("asking")
+            with watch.phase("rollout"):
+                problems = source.batch(run.seed, 0, total)
+                found = await ask.ask(room.sampler, problems, 0, "problems", screen)
+            watch.save()
+            kept = [group for group in found if is_hard(group)]
+            unscored = sum(int((~group.valid).sum()) for group in found)
+            screen.note(f"kept {len(kept)} of {total} problems; {unscored} rollouts had no verdict")
+    if unscored > _MAX_UNSCORED * total * samples:
+        raise RuntimeError(
+            f"{unscored} of {total * samples} rollouts have no verdict through faults of the engine or the sandbox; "
+            "nothing was written, filter again when they are well"
         )
-        source = prompts.make_source(task).within(rooms.prompt_tokens, rollout.max_prompt_tokens)
-        screen.note(source.report)
-        screen.stage("asking")
-        with watch.phase("rollout"):
-            problems = source.batch(run.seed, 0, total)
-            found = await evaluate.ask(sampler, problems, 0, "problems", screen)
-        watch.save()
-        kept = [group for group in found if is_hard(group)]
-        unscored = sum(int((~group.valid).sum()) for group in found)
-        screen.note(f"kept {len(kept)} of {total} problems; {unscored} rollouts had no verdict")
     if not kept:
         raise ValueError(f"all {total} problems were solved every time: raise the difficulty of the task or ask more")
     _write(workdir / PROMPTS_FILE, kept)

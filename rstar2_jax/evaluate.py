@@ -9,22 +9,17 @@ Deliberately not here: pass@k and the comparison of runs (report/).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rstar2_jax import begin, settings
+from rstar2_jax import ask, settings
 from rstar2_jax.data import box_problems, prompts
 from rstar2_jax.io import clock, trajectories
 from rstar2_jax.report import console, evaluation
-from rstar2_jax.rollout import groups, tier
-from rstar2_jax.types import Group, Prompt
-from rstar2_jax.weights import publish
-
-_GROUPS_AT_ONCE = 64
+from rstar2_jax.types import Prompt
 
 
 def evaluate(
@@ -80,32 +75,17 @@ async def _evaluate(
     sets = problem_sets(task, rollout.prompts_per_step, run.seed)
     watch = clock.Clock(workdir)
     title = f"{workdir.name}: {sum(len(s[2]) for s in sets)} problems x {samples} from {run.init_from}"
-    async with contextlib.AsyncExitStack() as stack:
-        screen = stack.enter_context(console.Console(0, title))
-        with watch.phase("load"):
-            opened = tier.open_tier(workdir.name, model, task, asked, sandbox, report=screen.note)
-            rooms = await stack.enter_async_context(opened)
-            weights = str(workdir / "weights")
-            publish.prepare(weights, -1)
-            publish.publish(begin.load_params(run.init_from, model, run.seed), model, weights, 0, keep=1)
-            await rooms.engine.update_weights(weights, 0)
-        sampler = groups.Sampler(
-            engine=rooms.engine,
-            chat=rooms.chat,
-            tools=rooms.tools,
-            grader=rooms.grader,
-            rollout=asked,
-            roc=settings.Roc(reject_equal=False),
-            seed=run.seed,
-        )
-        entries = []
-        for number, (name, kind, problems) in enumerate(sets):
-            _refuse_long(name, problems, rooms.prompt_tokens, rollout.max_prompt_tokens)
-            with watch.phase("rollout"):
-                found = await ask(sampler, problems, number, name, screen)
-            entries.append(evaluation.evaluation_set(name, kind, [t for group in found for t in group.trajectories]))
-            trajectories.write_step(workdir, number, trajectories.records(found))
-            screen.note(_line(entries[-1]))
+    with console.Console(0, title) as screen:
+        async with ask.open_room(run, model, task, asked, sandbox, screen) as room:
+            entries = []
+            for number, (name, kind, problems) in enumerate(sets):
+                _refuse_long(name, problems, room.tier.prompt_tokens, rollout.max_prompt_tokens)
+                with watch.phase("rollout"):
+                    found = await ask.ask(room.sampler, problems, number, name, screen)
+                episodes = [t for group in found for t in group.trajectories]
+                entries.append(evaluation.evaluation_set(name, kind, episodes))
+                trajectories.write_step(workdir, number, trajectories.records(found))
+                screen.note(_line(entries[-1]))
         _refuse_faulty(entries)
         watch.save()
         content = {
@@ -118,25 +98,6 @@ async def _evaluate(
         part.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(part, workdir / evaluation.EVALUATION_FILE)
     return 0
-
-
-async def ask(
-    sampler: groups.Sampler, problems: Sequence[Prompt], step: int, name: str, screen: console.Console
-) -> list[Group]:
-    """Graded groups of all problems, a bounded number of them in flight, in the order of the problems."""
-    limit = asyncio.Semaphore(_GROUPS_AT_ONCE)
-    done = 0
-
-    def finished() -> None:
-        nonlocal done
-        done += 1
-        screen.progress(name, done, len(problems) * sampler.rollout.oversample)
-
-    async def one(problem: Prompt) -> Group:
-        async with limit:
-            return (await groups.sample_group(sampler, problem, step=step, on_done=finished))[0]
-
-    return list(await asyncio.gather(*(one(problem) for problem in problems)))
 
 
 def _line(entry: dict) -> str:

@@ -1,0 +1,81 @@
+"""Asking a finished model: its weights in an engine, many problems in flight, graded groups back.
+
+What evaluation and curation share. Deliberately not here: what is made of the answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from rstar2_jax import begin, settings
+from rstar2_jax.report import console
+from rstar2_jax.rollout import groups, tier
+from rstar2_jax.types import Group, Prompt
+from rstar2_jax.weights import publish
+
+_GROUPS_AT_ONCE = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """A tier whose engine holds the model's weights, and the sampler that asks it."""
+
+    tier: tier.Tier
+    sampler: groups.Sampler
+
+
+@contextlib.asynccontextmanager
+async def open_room(
+    run: settings.Run,
+    model: settings.Model,
+    task: settings.Task,
+    rollout: settings.Rollout,
+    sandbox: settings.Sandbox,
+    screen: console.Console,
+) -> AsyncIterator[Room]:
+    """The model of `run.init_from` ready to be asked `rollout.oversample` times for each problem.
+
+    The weights go through the weight store, as in training.
+
+    Raises:
+        ValueError, checkpoint.CheckpointError: the weights are missing or are not those of `model`.
+    """
+    workdir = Path(run.workdir)
+    async with tier.open_tier(workdir.name, model, task, rollout, sandbox, report=screen.note) as rooms:
+        weights = str(workdir / "weights")
+        publish.prepare(weights, -1)
+        publish.publish(begin.load_params(run.init_from, model, run.seed), model, weights, 0, keep=1)
+        await rooms.engine.update_weights(weights, 0)
+        sampler = groups.Sampler(
+            engine=rooms.engine,
+            chat=rooms.chat,
+            tools=rooms.tools,
+            grader=rooms.grader,
+            rollout=rollout,
+            roc=settings.Roc(reject_equal=False),
+            seed=run.seed,
+        )
+        yield Room(tier=rooms, sampler=sampler)
+
+
+async def ask(
+    sampler: groups.Sampler, problems: Sequence[Prompt], step: int, name: str, screen: console.Console
+) -> list[Group]:
+    """Graded groups of all problems, a bounded number of them in flight, in the order of the problems."""
+    limit = asyncio.Semaphore(_GROUPS_AT_ONCE)
+    done = 0
+
+    def finished() -> None:
+        nonlocal done
+        done += 1
+        screen.progress(name, done, len(problems) * sampler.rollout.oversample)
+
+    async def one(problem: Prompt) -> Group:
+        async with limit:
+            return (await groups.sample_group(sampler, problem, step=step, on_done=finished))[0]
+
+    return list(await asyncio.gather(*(one(problem) for problem in problems)))
