@@ -96,8 +96,7 @@ def read_gguf(path: pathlib.Path) -> tuple[dict[str, np.ndarray], dict[str, Any]
     """
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"the package gguf is not installed: {_INSTALL}")
-    import gguf
-
+    gguf: Any = importlib.import_module("gguf")
     reader = gguf.GGUFReader(str(path))
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     if metadata["general.architecture"] != "llama":
