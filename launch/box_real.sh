@@ -36,7 +36,7 @@ fi
 
 "$VENV/bin/python" -m rstar2_jax.io.smollm2 --out "$MODEL"
 MODEL=$(realpath "$MODEL")
-stage sft sft.gin "$MODEL" --steps=6 "${problems[@]}"
+stage sft sft.gin "$MODEL" --steps=10 "${problems[@]}"
 stage stage1 stage1.gin "$RUNS/sft" --steps=3 "${problems[@]}"
 # The problems of AIME are longer, and an evaluation leaves none out.
 stage eval_rl eval.gin "$RUNS/stage1" --gin_bindings="Task.source='aime24'" \
