@@ -32,6 +32,7 @@ EVAL_SHARE = 8
 
 _QUESTION_KEYS = ("question", "problem", "prompt")
 _ANSWER_KEYS = ("answer", "expected_answer", "final_answer")
+_NUMBER = r"\d+(?:\.\d+)?"
 _EVAL_FILES = ("test.jsonl", "eval.jsonl")
 
 
@@ -192,16 +193,25 @@ def _solved(row: Mapping[str, Any], number: int, name: str) -> Solved | None:
 
 
 def with_expression(prompt: Prompt, working: str) -> Solved:
-    """The prompt with the last computation in a worked solution that gives its answer, if one does.
+    """The prompt with the computation in a worked solution that gives its answer, in numbers of the question alone.
 
+    An intermediate result is replaced by its own computation; a solution that needs a number which the question does
+    not name gives no expression, for a program that uses it would teach to invent numbers. (100 is free: percentages.)
     Units and currency signs are dropped; what remains must be plain arithmetic.
     """
     bare = re.sub(r"<<[^>]*>>|[$€£]|(?<=[\d)])\s*[A-Za-z]+(?:/[A-Za-z]+)?(?=\s*[-+*/=])", "", working)
     bare = re.sub(r"(?<=\d),(?=\d{3})", "", bare).replace(" x ", " * ").replace("×", "*")
-    number = r"\(?\d+(?:\.\d+)?\)?"
-    found = re.findall(rf"({number}(?:\s*[-+*/]\s*{number})+)\s*=\s*(-?\d+(?:\.\d+)?)", bare)
-    for left, right in reversed(found):
-        expression = re.sub(r"\s+", "", left)
+    operand = rf"\(?{_NUMBER}\)?"
+    found = re.findall(rf"({operand}(?:\s*[-+*/]\s*{operand})+)\s*=\s*(-?{_NUMBER})", bare)
+    given = {"100", *re.findall(_NUMBER, re.sub(r"(?<=\d),(?=\d{3})", "", prompt.question))}
+    known: dict[str, str] = {}
+    for left, right in found:
+        expression = re.sub(_NUMBER, lambda m: m[0] if m[0] in given else known.get(m[0], m[0]), left)
+        expression = re.sub(r"\s+", "", expression)
+        if _arithmetic_value(expression) is not None and given.issuperset(re.findall(_NUMBER, expression)):
+            known[right] = f"({expression})"
+    for right in (right for _, right in reversed(found) if right in known):
+        expression = known[right][1:-1]
         if integer_text(right) == prompt.answer and _arithmetic_value(expression) == int(prompt.answer):
             whole = re.fullmatch(r"[\d+*()-]+", expression) is not None
             code = expression if whole else f"round({expression})"

@@ -156,31 +156,35 @@ def test_a_draw_from_a_finite_evaluation_set_is_without_replacement(tmp_path):
 
 def test_worked_solutions_of_the_grade_school_format_are_read(tmp_path):
     train = [
-        {"question": "Clips?", "answer": "She sold 48/2 = <<48/2=24>>24 in May.\n48+24 = <<48+24=72>>72.\n#### 72"},
-        {"question": "Money?", "answer": "She made $1,200 * 2 = $<<1200*2=2400>>2,400 in all.\n#### 2,400"},
+        {"question": "48, 1/2?", "answer": "She sold 48/2 = <<48/2=24>>24 in May.\n48+24 = <<48+24=72>>72.\n#### 72"},
+        {"question": "$1,200 for 2?", "answer": "She made $1,200 * 2 = $<<1200*2=2400>>2,400 in all.\n#### 2,400"},
         {"question": "Half?", "answer": "It is half.\n#### 0.5"},
     ]
     write(tmp_path / "train.jsonl", train)
     write(tmp_path / "test.jsonl", [{"question": "Other?", "answer": "#### 3"}])
     task = settings.Task(source="gsm8k", tokenizer="box", path=str(tmp_path))
     kept, report = sources.solved_rows(task, "train")
-    assert [(r.prompt.answer, r.expression) for r in kept] == [("72", "48+24"), ("2400", "1200*2")]
+    assert [(r.prompt.answer, r.expression) for r in kept] == [("72", "round(48+(48/2))"), ("2400", "1200*2")]
     assert report.not_integer == 1 and kept[0].prompt.id == "gsm8k/0"
 
 
 @pytest.mark.parametrize(
-    ("working", "answer", "expression"),
+    ("numbers", "working", "answer", "expression"),
     [
-        ("They have 53 - 18 = 35 minutes, then 35 - 12 = 23 minutes.", "23", "35-12"),
-        ("He earned 40 x $32 = $1280, and 774.9 / 1.35 = 574 so", "574", "round(774.9/1.35)"),
-        ("He spent $40 + $20 = $60.", "60", "40+20"),
-        ("17-6-12 is wrong: 17-6-12 = 41", "41", None),
-        ("so 0900-0130 = 730", "730", None),
-        ("nothing", "5", None),
+        ("53 18 12", "They have 53 - 18 = 35 minutes, then 35 - 12 = 23 minutes.", "23", "(53-18)-12"),
+        ("774.9 1.35 40 $32", "He earned 40 x $32 = $1280, and 774.9 / 1.35 = 574 so", "574", "round(774.9/1.35)"),
+        ("40 20", "He spent $40 + $20 = $60.", "60", "40+20"),
+        ("1,200 25", "That is 1200*25/100 = 300.", "300", "round(1200*25/100)"),
+        ("53 12", "They have 35 minutes, then 35 - 12 = 23 minutes.", "23", None),
+        ("17 6 12", "17-6-12 is wrong: 17-6-12 = 41", "41", None),
+        ("0900 0130", "so 0900-0130 = 730", "730", None),
+        ("5", "nothing", "5", None),
     ],
 )
-def test_the_last_computation_that_gives_the_answer_becomes_code(working, answer, expression):
-    prompt = prompts.Prompt(id="p", question="q", answer=answer, source="s")
+def test_the_computation_that_gives_the_answer_becomes_code_in_numbers_of_the_question(
+    numbers, working, answer, expression
+):
+    prompt = prompts.Prompt(id="p", question=f"Given {numbers}?", answer=answer, source="s")
     assert sources.with_expression(prompt, working).expression == expression
 
 
