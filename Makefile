@@ -12,9 +12,10 @@ setup:           ## Redis, virtual environment, pinned packages (repeating it ta
 box: setup       ## the whole job on two cores: SFT, three RL stages, evaluation, export
 	VENV=$(VENV) launch/box.sh
 
+# Its environment is its own, on Python 3.11 where there is one: torch's CPU build, for the check of the export, is for 3.11.
 box-real:        ## the same job on real weights and real problems
-	@VENV=$(VENV) launch/setup.sh real
-	VENV=$(VENV) launch/box_real.sh
+	@VENV=$(VENV)-real PYTHON=$$(launch/find_python.sh python3.11) launch/setup.sh real
+	VENV=$(VENV)-real launch/box_real.sh
 
 test: setup      ## everything that needs no torch
 	$(PY) -m pytest -m "not torch"
@@ -22,8 +23,8 @@ test: setup      ## everything that needs no torch
 unit: setup      ## the quick part of it
 	$(PY) -m pytest -q -m "not torch and not slow and not e2e"
 
-torch: setup     ## live parity with transformers (Python 3.11: installs the CPU build of torch)
-	$(PY) -m pip install -qq -c constraints-3.11.txt torch transformers
+torch:           ## live parity with transformers, on SmolLM2 too (Python 3.11: installs the CPU build of torch)
+	@VENV=$(VENV) launch/setup.sh real
 	$(PY) -m pytest -m torch
 
 lint: setup      ## ruff, import rule, pyright
