@@ -32,7 +32,7 @@ stage stage2 stage2.gin "$RUNS/stage1" --steps=20 "${longer[@]}"
 stage curate curate.gin "$RUNS/stage2" --gin_bindings="Rollout.prompts_per_step=320" \
     --gin_bindings="Rollout.max_response_tokens=144"
 stage stage3 stage3.gin "$RUNS/stage2" --steps=35 "${longer[@]}" \
-    --gin_bindings="Task.source='jsonl'" --gin_bindings="Task.path='$RUNS/curate/hard.jsonl'"
+    --gin_bindings="Task.source='jsonl'" --gin_bindings="Task.path='$RUNS/curate'"
 stage eval_rl eval.gin "$RUNS/stage3" "${asked[@]}"
 stage export export.gin "$RUNS/stage3"
 "$VENV/bin/python" -m rstar2_jax.report.summary "$RUNS"

@@ -59,6 +59,7 @@ async def open_room(
             roc=settings.Roc(reject_equal=False),
             seed=run.seed,
         )
+        await rooms.warm_up("1", rollout)
         yield Room(tier=rooms, sampler=sampler)
 
 

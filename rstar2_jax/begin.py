@@ -22,6 +22,7 @@ from rstar2_jax.model import decoder, hf
 from rstar2_jax.types import TrainState
 
 TOKENIZER_FOLDER = "tokenizer"
+_FREE = ("compute_dtype", "max_positions")  # a model is the same at another precision or context length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +53,22 @@ def load_params(init_from: str, model: settings.Model, seed: int) -> Any:
     wanted = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), decoder.abstract_params(model)
     )
-    return checkpoint.restore_params(folder, wanted)[0]
+    params, record = checkpoint.restore_params(folder, wanted)
+    found = {name: value for name, value in record.get("model", {}).items() if name not in _FREE}
+    asked = {name: value for name, value in _plain(model).items() if name not in _FREE}
+    differing = [name for name in asked if found and found.get(name) != asked[name]]
+    if differing:
+        name = differing[0]
+        raise ValueError(
+            f"{folder} was trained with Model.{name} = {found.get(name)}, the run asks for {asked[name]}: use "
+            "the sizes that it was trained with"
+        )
+    return params
 
 
 def identity(kind: str, run: settings.Run, model: settings.Model) -> dict[str, Any]:
     """What must stay the same when a run is continued, as JSON: part of every checkpoint's record."""
-    return {"kind": kind, "seed": run.seed, "model": json.loads(json.dumps(dataclasses.asdict(model)))}
+    return {"kind": kind, "seed": run.seed, "model": _plain(model)}
 
 
 def begin(
@@ -87,6 +98,10 @@ def begin(
 def save_tokenizer(tokenizer: tokenizers.Tokenizer, template: str, workdir: Path) -> None:
     """Keep the tokenizer and its chat template beside the run's checkpoints, for export and evaluation."""
     tokenizer.save(str(workdir / TOKENIZER_FOLDER), chat_template=template)
+
+
+def _plain(model: settings.Model) -> dict[str, Any]:
+    return json.loads(json.dumps(dataclasses.asdict(model)))
 
 
 def _check_same_run(run: settings.Run, record: dict[str, Any], wanted: dict[str, Any]) -> None:

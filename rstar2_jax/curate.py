@@ -1,6 +1,6 @@
 """The hard-problem filter before stage 3: problems that the stage-2 model always solves are dropped.
 
-Asks `samples` rollouts of each problem and keeps those that were not solved every time. Writes hard.jsonl, which a
+Asks `samples` rollouts of each problem and keeps those that were not solved every time. Writes train.jsonl, which a
 task reads with source = 'jsonl'.
 
 Deliberately not here: decontamination and label checks of data from outside (data/sources.py has what loading refuses).
@@ -23,7 +23,7 @@ from rstar2_jax.io import clock
 from rstar2_jax.report import console
 from rstar2_jax.types import Group
 
-PROMPTS_FILE = "hard.jsonl"
+PROMPTS_FILE = "train.jsonl"
 _MAX_UNSCORED = 0.01
 
 
@@ -38,7 +38,7 @@ def curate(
 ) -> int:
     """Filter the first `rollout.prompts_per_step` problems of the task's order. Returns 0.
 
-    A finished hard.jsonl in the workdir is left as it is.
+    A finished train.jsonl in the workdir is left as it is.
 
     Raises:
         ValueError: no model to ask, samples below 1, or no problem was left.

@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rstar2_jax import ask, settings
 from rstar2_jax.data import box_problems, prompts
@@ -36,7 +37,7 @@ def evaluate(
     A finished evaluation in the workdir is left as it is.
 
     Raises:
-        ValueError: no weights to evaluate, or samples below 1.
+        ValueError: no weights to evaluate, samples below 1, or the workdir holds another evaluation.
         RuntimeError: too many episodes had no verdict through faults of ours.
     """
     if samples < 1:
@@ -45,6 +46,7 @@ def evaluate(
         raise ValueError("Run.init_from is empty: name the run or the Hugging Face folder to evaluate")
     done = Path(run.workdir) / evaluation.EVALUATION_FILE
     if done.exists():
+        _check_same(done, _asked(run, rollout, samples))
         print(f"{done} is there already; delete it to evaluate again")
         return 0
     return asyncio.run(_evaluate(run, model, task, rollout, sandbox, samples))
@@ -57,9 +59,14 @@ def problem_sets(task: settings.Task, count: int, seed: int) -> list[tuple[str, 
     trained = task.families or box_problems.TRAINED
     kinds = [(name, "trained") for name in trained] + [(name, "held_out") for name in box_problems.HELD_OUT]
     return [
-        (name, kind, prompts.eval_prompts(dataclasses.replace(task, families=(name,)), count, seed))
+        (name, kind, _distinct(prompts.eval_prompts(dataclasses.replace(task, families=(name,)), count, seed)))
         for name, kind in kinds
     ]
+
+
+def _distinct(problems: Sequence[Prompt]) -> list[Prompt]:
+    """Each problem once: a small family has fewer held-out problems than are asked for, and a repeat is no evidence."""
+    return list({problem.question: problem for problem in problems}.values())
 
 
 async def _evaluate(
@@ -88,16 +95,25 @@ async def _evaluate(
                 screen.note(_line(entries[-1]))
         _refuse_faulty(entries)
         watch.save()
-        content = {
-            "temperature": rollout.temperature,
-            "samples_per_problem": samples,
-            "init_from": run.init_from,
-            "sets": entries,
-        }
+        content = {**_asked(run, rollout, samples), "grader_rules": room.tier.rules, "sets": entries}
         part = workdir / (evaluation.EVALUATION_FILE + ".tmp")
         part.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(part, workdir / evaluation.EVALUATION_FILE)
     return 0
+
+
+def _asked(run: settings.Run, rollout: settings.Rollout, samples: int) -> dict[str, Any]:
+    return {"temperature": rollout.temperature, "samples_per_problem": samples, "init_from": run.init_from}
+
+
+def _check_same(done: Path, asked: dict[str, Any]) -> None:
+    before = json.loads(done.read_text())
+    for name, value in asked.items():
+        if before.get(name) != value:
+            raise ValueError(
+                f"{done} was made with {name} = {before.get(name)!r}, this run has {value!r}: give another "
+                "--workdir, or delete the file"
+            )
 
 
 def _line(entry: dict) -> str:

@@ -60,7 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "run" not in arguments:
         return _stop(function(**arguments))
     record = run_record.RunRecord(arguments["run"].workdir, resolved, arguments, argv)
-    for line in record.start():
+    try:
+        differences = record.start()
+    except gin_source.ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_CONFIGURATION
+    for line in differences:
         print(f"warning: this workdir was configured otherwise before: {line}", file=sys.stderr)
     outcome = "killed"
     try:
@@ -71,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     finally:
         record.end(outcome)
+        if outcome == "ValueError":  # what a RUN function raises before it has done anything
+            record.refuse()
     return code
 
 

@@ -23,6 +23,7 @@ from rstar2_jax import gin_source, gin_strict
 PACKAGES = ("rstar2-jax", "rstar2-sandbox", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore",
             "numpy", "gin-config", "tokenizers", "redis")  # fmt: skip
 ENVIRONMENT_PREFIXES = ("JAX_", "XLA_", "OMP_", "MALLOC_", "TF_CPP_")
+NAMES = ("resolved.gin", "resolved.json")
 HEADER = """\
 # Resolved configuration: every argument and every field that this run sees, defaults included.
 # The same run again: python -m rstar2_jax.launch --gin_file=THIS_FILE   (--workdir=ELSEWHERE for a fresh copy)
@@ -86,6 +87,7 @@ class RunRecord:
     def __init__(self, workdir: str, resolved: gin_strict.Resolved, arguments: Mapping[str, Any], argv: Sequence[str]):
         self.folder = pathlib.Path(workdir)
         self.resolved = resolved
+        self._kept: dict[str, bytes] = {}
         model = arguments.get("model")
         self.fields: dict[str, Any] = {
             "run": f"{resolved.run.module}.{resolved.run.name}",
@@ -98,8 +100,14 @@ class RunRecord:
         }
 
     def start(self) -> list[str]:
-        """Writes the record; returns the lines in which a run already recorded there was configured otherwise."""
+        """Writes the record; returns the lines in which a run already recorded there was configured otherwise.
+
+        Raises:
+            ConfigError: the folder holds a run of another RUN function, whose files this one would overwrite.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._check_same_kind()
+        self._kept = {name: (self.folder / name).read_bytes() for name in NAMES if (self.folder / name).exists()}
         path = self.folder / "resolved.gin"
         text = HEADER + self.resolved.text
         before = path.read_text(encoding="utf-8") if path.exists() else text
@@ -107,6 +115,19 @@ class RunRecord:
         self.fields["started"] = _now()
         self._write("resolved.json", json.dumps(self.fields, indent=1) + "\n")
         return _differences(before, text)
+
+    def refuse(self) -> None:
+        """Puts back what stood there before: the run was refused, so the record of the one in the folder stays true."""
+        for name, content in self._kept.items():
+            (self.folder / name).write_bytes(content)
+
+    def _check_same_kind(self) -> None:
+        path = self.folder / "resolved.json"
+        before = json.loads(path.read_text(encoding="utf-8")).get("run") if path.exists() else self.fields["run"]
+        if before != self.fields["run"]:
+            raise gin_source.ConfigError(
+                f"{self.folder} holds a run of {before}, this one is {self.fields['run']}: give it another --workdir"
+            )
 
     def end(self, outcome: str) -> None:
         """Adds how the run ended: `exit code N`, or the exception's name."""

@@ -6,6 +6,7 @@ Units stand in the names. A setting exists when two runs in gin/ differ in it; a
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 Family = Literal["llama", "qwen2", "qwen3"]
@@ -222,6 +223,8 @@ class Loss:
         _check(0 <= self.eps_low < 1, self, "eps_low", "must be in [0, 1)")
         _check(self.eps_high >= 0, self, "eps_high", "must be 0 or more")
         _check(self.dual_clip == 0 or self.dual_clip > 1, self, "dual_clip", "must be above 1, or 0 for off")
+        _check(self.kl_coef >= 0, self, "kl_coef", "must be 0 or more")
+        _check(math.isfinite(self.entropy_coef), self, "entropy_coef", "must be a finite number")
         _check(0 < self.high_entropy_share <= 1, self, "high_entropy_share", "must be in (0, 1]")
         _check(self.correction_cap >= 1, self, "correction_cap", "must be 1 or more")
         _check(self.ddof in (0, 1), self, "ddof", "must be 0 or 1")
@@ -244,7 +247,10 @@ class Optimizer:
         _one_of(self, "schedule", ("constant", "cosine"))
         _check(self.lr >= 0, self, "lr", "must be 0 or more")
         _check(self.warmup_steps >= 0, self, "warmup_steps", "must be 0 or more")
+        _check(math.isfinite(self.lr), self, "lr", "must be a finite number")
         _check(self.weight_decay >= 0, self, "weight_decay", "must be 0 or more")
+        _check(0 <= self.b1 < 1, self, "b1", "must be in [0, 1)")
+        _check(0 <= self.b2 < 1, self, "b2", "must be in [0, 1)")
         _positive(self, "max_grad_norm")
 
 

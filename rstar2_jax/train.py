@@ -33,6 +33,7 @@ from rstar2_jax.weights import publish
 
 INTERRUPTED = 75  # EX_TEMPFAIL: start the same command again to go on
 _MAX_ABANDONED = 3
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 class AbandonedError(RuntimeError):
@@ -62,6 +63,7 @@ class _Desk:
     task: settings.Task
     trainer: update.Learner
     source: prompts.Source
+    rules: str
     sampler: groups.Sampler
     reference: Any
     clock: clock.Clock
@@ -149,6 +151,7 @@ async def _train(
             task=task,
             trainer=trainer,
             source=source,
+            rules=rooms.rules,
             sampler=sampler,
             reference=held_to,
             clock=clock.Clock(workdir),
@@ -158,6 +161,7 @@ async def _train(
         trajectories.cut(workdir, progress.step)
         publish.prepare(desk.weights, progress.step - 1)
         await _publish(desk, progress)
+        await rooms.warm_up("1", rollout)
         stopping = _stop_on_signals()
         while progress.step < run.steps and not stopping.is_set():
             told = await _step(desk, progress)
@@ -201,7 +205,9 @@ async def _step(desk: _Desk, progress: _Progress) -> dict[str, float | None]:
             reference=desk.reference,
             on_progress=lambda done, total: desk.screen.progress("learn", done, total),
         )
-        told |= learned
+        # Of rows that were sampled under older weights the gap shows the training between, not a fault of the engine.
+        stale = any(id(group) in carried for group in collected.groups)
+        told |= {f"stale_{name}" if stale and name.startswith("mismatch/") else name: v for name, v in learned.items()}
     with desk.clock.phase("log"):
         weight = functools.partial(roc_rule.weights, p_floor=desk.roc.p_floor)
         drawn = weight if desk.roc.positives == "inverse" else None
@@ -243,6 +249,7 @@ def _save_when_due(desk: _Desk, store: checkpoint.Checkpoints, progress: _Progre
             "cursor": progress.cursor,
             "carried": [trajectories.group_to_json(group) for group in progress.carried],
             "source": desk.task.source,
+            "grader_rules": desk.rules,
         }
         store.save(progress.step, progress.state, record)
 
@@ -251,12 +258,13 @@ def _stop_on_signals() -> asyncio.Event:
     """An event that SIGTERM and SIGINT set: the loop ends after the step, with a checkpoint. A second one kills."""
     stopping, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def stop(number: signal.Signals) -> None:
-        loop.remove_signal_handler(number)
+    def stop() -> None:
+        for number in _STOPS:
+            loop.remove_signal_handler(number)
         stopping.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, number)
+    for number in _STOPS:
+        loop.add_signal_handler(number, stop)
     return stopping
 
 

@@ -113,7 +113,8 @@ def solved_rows(task: settings.Task, side: Side) -> tuple[list[Solved], Report]:
     name = task.source.removeprefix("hub:")
     solved, report = _clean(raw, name)
     if has_split and side == "train":
-        kept_out = {normalised(row.prompt.question) for row in _clean(_read(task, "eval")[0], name)[0]}
+        evaluation = _read(task, "eval")[0] if _has_evaluation(task) else []
+        kept_out = {normalised(row.prompt.question) for row in _clean(evaluation, name)[0]}
         left = [row for row in solved if normalised(row.prompt.question) not in kept_out]
     elif has_split:
         left = solved
@@ -138,11 +139,16 @@ def _read(task: settings.Task, side: Side) -> tuple[list[Mapping[str, Any]], boo
         found = [path / name for name in names if (path / name).is_file()]
         if not found:
             raise ValueError(f"source {task.source!r}: {task.path!r} holds no {' or '.join(names)} for the {side} side")
-        has_eval = any((path / name).is_file() for name in _EVAL_FILES)
-        return _json_lines(found[0]), has_eval
+        return _json_lines(found[0]), True
     if not path.is_file():
         raise ValueError(f"source {task.source!r}: path {task.path!r} is no file or folder; give the problems' .jsonl")
     return _json_lines(path), False
+
+
+def _has_evaluation(task: settings.Task) -> bool:
+    """False for a folder that holds training problems alone, such as the ones that curation kept."""
+    path = pathlib.Path(task.path)
+    return not (task.path and path.is_dir()) or any((path / name).is_file() for name in _EVAL_FILES)
 
 
 def _clean(raw: Iterable[Mapping[str, Any]], name: str) -> tuple[list[Solved], Report]:

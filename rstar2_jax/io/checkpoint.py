@@ -9,6 +9,7 @@ Deliberately not here: what the record means (the RUN functions) and export to o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -91,7 +92,7 @@ class Checkpoints:
             args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), record=ocp.args.JsonRestore())
             try:
                 restored: Any = self._manager.restore(step, args=args)
-            except (OSError, ValueError, KeyError, FileNotFoundError) as fault:
+            except Exception as fault:  # Orbax reports a torn array as a bare Exception
                 self._warn(f"checkpoint {self._folder / str(step)} is torn and was passed over: {_first_line(fault)}")
                 continue
             self._report_environment(restored.record)
@@ -131,21 +132,35 @@ def restore_params(folder: str | os.PathLike[str], abstract: Any = None) -> tupl
     root = _checkpoint_root(folder)
     handlers = {"state": ocp.PyTreeCheckpointHandler(), "record": ocp.JsonCheckpointHandler()}
     with ocp.CheckpointManager(root, item_handlers=handlers) as manager:
-        step = manager.latest_step()
-        if step is None:
-            raise CheckpointError(f"{root}: holds no checkpoint; finish that run first or correct the path")
-        found: Any = manager.item_metadata(step)
-        stored = found["state"].tree["params"]
-        if abstract is None:
-            device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            abstract = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype, sharding=device), stored
-            )
-        _check_shapes(root, stored, abstract)
-        restore_args = ocp.checkpoint_utils.construct_restore_args({"params": abstract})
-        state = ocp.args.PyTreeRestore(item={"params": abstract}, restore_args=restore_args, partial_restore=True)
-        restored: Any = manager.restore(step, args=ocp.args.Composite(state=state, record=ocp.args.JsonRestore()))
-        return restored.state["params"], dict(restored.record)
+        steps = sorted(manager.all_steps(), reverse=True)
+        torn = []
+        for step in steps:
+            try:
+                return _read_params(manager, root, step, abstract)
+            except CheckpointError:
+                raise
+            except Exception as fault:  # Orbax reports a torn array as a bare Exception
+                torn.append(f"step {step}: {_first_line(fault)}")
+    if torn:
+        raise CheckpointError(f"{root}: none of the checkpoints {steps} can be read ({'; '.join(torn)})")
+    raise CheckpointError(f"{root}: holds no checkpoint; finish that run first or correct the path")
+
+
+def _read_params(
+    manager: ocp.CheckpointManager, root: Path, step: int, abstract: Any
+) -> tuple[Any, dict[str, Any]]:
+    found: Any = manager.item_metadata(step)
+    stored = found["state"].tree["params"]
+    if abstract is None:
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        abstract = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype, sharding=device), stored
+        )
+    _check_shapes(root, stored, abstract)
+    restore_args = ocp.checkpoint_utils.construct_restore_args({"params": abstract})
+    state = ocp.args.PyTreeRestore(item={"params": abstract}, restore_args=restore_args, partial_restore=True)
+    restored: Any = manager.restore(step, args=ocp.args.Composite(state=state, record=ocp.args.JsonRestore()))
+    return restored.state["params"], dict(restored.record)
 
 
 def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -157,8 +172,8 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
     root = _checkpoint_root(folder)
     steps = sorted((int(path.name) for path in root.iterdir() if path.name.isdigit()), reverse=True)
     for path in (root / str(step) / "record" / "metadata" for step in steps):
-        if path.is_file():
-            return json.loads(path.read_text())
+        with contextlib.suppress(FileNotFoundError, ValueError):  # a torn record: the one before it says the same
+            return dict(json.loads(path.read_text()))
     raise CheckpointError(f"{root}: holds no checkpoint; finish that run first or correct the path")
 
 

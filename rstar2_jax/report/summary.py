@@ -263,7 +263,7 @@ def _health_lines(result: Mapping[str, Any]) -> list[str]:
         f"SFT steps         {sft['steps']}, loss {_number(sft['loss_first'])} -> {_number(sft['loss_last'])}",
         f"RL steps          {steps}",
         f"tool calls        {statuses}",
-        f"left out          {rl['unscored']} unscored and {rl['lost']} lost rollouts, {rl['skipped_steps']} updates",
+        f"left out          {rl['unscored']} unscored, {rl['lost']} lost rollouts, {rl['skipped_steps']} bad updates",
         f"logprob gap, max  {_number(rl['logprob_gap_max'])} between engine and learner",
         f"export            {_number(result['export']['max_delta_logit'])} max |delta logit| after reload",
         f"seconds           {seconds['total']['wall_s']:.0f} wall, {seconds['total']['cpu_s']:.0f} CPU",

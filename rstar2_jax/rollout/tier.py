@@ -5,6 +5,7 @@ Deliberately not here: engines on other machines.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable
@@ -14,19 +15,34 @@ from rstar2_jax.data import chat as chats
 from rstar2_jax.data import files
 from rstar2_jax.reward import outcome
 from rstar2_jax.rollout import jax_engine
-from rstar2_jax.rollout.engine import RolloutEngine
+from rstar2_jax.rollout.engine import Request, RolloutEngine, Sampling
 from rstar2_jax.tools import cluster, protocol, python
 from rstar2_jax.types import Prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Tier:
-    """What episodes run with: engine, chat protocol, tools, grader."""
+    """What episodes run with: engine, chat protocol, tools, grader, and the digest of the rules that it grades by."""
 
     engine: RolloutEngine
     chat: chats.Chat
     tools: protocol.Registry
     grader: cluster.Client
+    rules: str
+
+    async def warm_up(self, question: str, settings: settings.Rollout) -> None:
+        """Compile the engine's programs on a prompt of the run, asked twice at once, so that no episode's deadline
+        counts the compilation. To be called once the engine has weights."""
+        limits = Sampling(
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            max_new_tokens=2,
+            stop_ids=self.chat.stop_ids,
+        )
+        ids = self.chat.prompt_ids(question)
+        requests = [Request(rid=f"warm-up/{n}", prompt_ids=ids, seed=n, sampling=limits) for n in range(2)]
+        await asyncio.gather(*(self.engine.generate(request) for request in requests))
 
     def prompt_tokens(self, prompt: Prompt) -> int:
         """Length of a prompt as the model sees it, in tokens."""
@@ -67,4 +83,4 @@ async def open_tier(
             prefill_chunk_tokens=rollout.prefill_chunk_tokens,
         )
         stack.push_async_callback(engine.close)
-        yield Tier(engine=engine, chat=chat, tools=tools, grader=client)
+        yield Tier(engine=engine, chat=chat, tools=tools, grader=client, rules=digest)

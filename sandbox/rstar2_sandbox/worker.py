@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 
 from rstar2_sandbox import executor, keys, protocol, verify
-from rstar2_sandbox.client import LOST, connect
+from rstar2_sandbox.client import LOST, connect, end_tasks
 from rstar2_sandbox.images import GRADE, MATH, SlotError
 from rstar2_sandbox.master import Reaper, infra_result
 from rstar2_sandbox.protocol import Call, Outcome, Status, Verification
@@ -137,9 +137,7 @@ class Node:
             await self._stop(tasks)
 
     async def _stop(self, tasks: list[asyncio.Task[None]]) -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
         self._executor.close()
         try:
             await self._redis.zrem(keys.nodes(), self._member)

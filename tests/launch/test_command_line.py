@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 
@@ -199,3 +200,22 @@ def test_a_run_function_that_returns_no_exit_code_is_an_error(place):
     (place / "cli_runs.py").write_text(RUNS.replace("return code", "return None"))
     done = command(place, f"--gin_file={place}/stage.gin")
     assert done.returncode == 1 and "returns its exit code as int, got None" in done.stderr
+
+
+def test_the_commands_that_readme_shows_parse():
+    repository = pathlib.Path(__file__).parents[2]
+    text = (repository / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    shown = [line.strip() for line in text.splitlines() if "rstar2_jax.launch" in line and "--dry_run" in line]
+    complete = [line for line in shown if "[" not in line]
+    assert len(complete) == 1
+    line = [sys.executable, *shlex.split(complete[0])[1:]]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=repository)
+    assert done.returncode == 0 and "would run rstar2_jax.train.train" in done.stdout, done.stderr
+
+
+def test_a_folder_that_holds_another_kind_of_run_is_refused_and_left_alone(tmp_path, capsys):
+    (tmp_path / "resolved.json").write_text('{"run": "rstar2_jax.train.train"}')
+    flags = ["--gin_file=eval.gin", f"--workdir={tmp_path}", "--gin_bindings=Run.init_from='nowhere'"]
+    assert launch.main(["launch", *flags]) == 2
+    assert "holds a run of rstar2_jax.train.train" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["resolved.json"]
