@@ -63,7 +63,7 @@ class _Desk:
     task: settings.Task
     trainer: update.Learner
     source: prompts.Source
-    rules: str
+    rooms: tier.Tier
     sampler: groups.Sampler
     reference: Any
     clock: clock.Clock
@@ -151,7 +151,7 @@ async def _train(
             task=task,
             trainer=trainer,
             source=source,
-            rules=rooms.rules,
+            rooms=rooms,
             sampler=sampler,
             reference=held_to,
             clock=clock.Clock(workdir),
@@ -175,6 +175,7 @@ async def _train(
 
 async def _step(desk: _Desk, progress: _Progress) -> dict[str, float | None]:
     """One step in place: sample, grade, select, update, publish. Returns its metrics."""
+    disagreed = desk.rooms.disagreements()
     with desk.clock.phase("rollout"):
         collected = await groups.collect(
             desk.sampler,
@@ -219,7 +220,10 @@ async def _step(desk: _Desk, progress: _Progress) -> dict[str, float | None]:
     progress.cursor += collected.prompts_used
     progress.carried = collected.surplus
     progress.abandoned_in_row = progress.abandoned_in_row + 1 if abandoned else 0
-    told |= {"rollout/abandoned": float(abandoned)}
+    told |= {
+        "rollout/abandoned": float(abandoned),
+        "reward/grader_disagree": float(desk.rooms.disagreements() - disagreed),
+    }
     with desk.clock.phase("publish"):
         await _publish(desk, progress)
     if progress.abandoned_in_row >= _MAX_ABANDONED:
@@ -249,7 +253,7 @@ def _save_when_due(desk: _Desk, store: checkpoint.Checkpoints, progress: _Progre
             "cursor": progress.cursor,
             "carried": [trajectories.group_to_json(group) for group in progress.carried],
             "source": desk.task.source,
-            "grader_rules": desk.rules,
+            "grader_rules": desk.rooms.rules,
         }
         store.save(progress.step, progress.state, record)
 

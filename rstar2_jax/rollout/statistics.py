@@ -7,6 +7,7 @@ Deliberately not here: the learner's numbers and timing.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -68,7 +69,17 @@ def describe(groups: Sequence[Group]) -> Metrics:
         **_counts("stop", StopReason, Counter(t.stop_reason for t in everything)),
         **_counts("status", CallStatus, Counter(status for t in everything for status in _statuses(t))),
         **_waits(everything),
+        **_by_source(groups),
     }
+
+
+def _by_source(groups: Sequence[Group]) -> Metrics:
+    """`reward/<source>_mean` of each source of problems: a set that is easy to game shows beside the others."""
+    found: dict[str, list[bool]] = {}
+    for group in groups:
+        scored = group.rewards[group.valid].astype(bool).tolist()
+        found.setdefault(re.sub(r"[^A-Za-z0-9_.\-]", "_", group.prompt.source), []).extend(scored)
+    return {f"reward/{source}_mean": _mean(scored) for source, scored in sorted(found.items())}
 
 
 def _has_calls(trajectory: Trajectory) -> bool:

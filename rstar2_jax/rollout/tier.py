@@ -44,6 +44,10 @@ class Tier:
         requests = [Request(rid=f"warm-up/{n}", prompt_ids=ids, seed=n, sampling=limits) for n in range(2)]
         await asyncio.gather(*(self.engine.generate(request) for request in requests))
 
+    def disagreements(self) -> int:
+        """Verdicts so far in which the grader's exact rules and its library decided differently."""
+        return cluster.disagreements(self.grader)
+
     def prompt_tokens(self, prompt: Prompt) -> int:
         """Length of a prompt as the model sees it, in tokens."""
         return len(self.chat.prompt_ids(prompt.question))

@@ -7,10 +7,16 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from rstar2_jax import settings
+from rstar2_sandbox import client as sandbox_client
 from rstar2_sandbox import local
 from rstar2_sandbox.client import Client
 
-__all__ = ["Client", "connect"]
+__all__ = ["Client", "connect", "disagreements"]
+
+
+def disagreements(client: Client) -> int:
+    """Verdicts so far in which the exact rules and the library decided differently (the rules win)."""
+    return client.statistics.get(sandbox_client.DISAGREE, 0)
 
 
 @contextlib.asynccontextmanager

@@ -29,6 +29,7 @@ from rstar2_sandbox.protocol import Call, Execution, Outcome, Status, Verdict, V
 FLUSH_S = 0.003
 SWEEP_S = 2.0
 GRACE_S = 15.0
+DISAGREE = "grader_disagree"  # statistics: verdicts in which the exact rules and the library decided differently
 VERIFY_WALL_S = 10.0
 LOST = (redis.exceptions.RedisError, OSError)
 
@@ -208,6 +209,8 @@ class Client:
     def _count(self, result: Outcome | Verification) -> None:
         name = result.status if isinstance(result, Outcome) else result.verdict
         self.statistics[name] = self.statistics.get(name, 0) + 1
+        if isinstance(result, Verification) and result.disagree:
+            self.statistics[DISAGREE] = self.statistics.get(DISAGREE, 0) + 1
 
     def _start(self) -> None:
         if not self._tasks:

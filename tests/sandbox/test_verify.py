@@ -137,6 +137,16 @@ def test_a_disagreement_of_rules_and_library_is_recorded_and_the_rules_win(ask):
     assert (agreed.verdict, agreed.exact, agreed.library, agreed.disagree) == (Verdict.CORRECT, True, True, False)
 
 
+def test_the_client_counts_disagreements(sandbox):
+    async def scene():
+        async with client.Client(sandbox.redis_url, run="disagree") as grader:
+            await grader.verify(text=r"<answer>\boxed{\frac{1}{2006!}}</answer>", gold=r"\frac{1}{2004!}")
+            await grader.verify(text=r"<answer>\boxed{7}</answer>", gold="7")
+            return dict(grader.statistics)
+
+    assert asyncio.run(scene()) == {"wrong": 1, "correct": 1, client.DISAGREE: 1}
+
+
 def test_equations_are_never_left_to_the_library(ask):
     (found,) = ask((r"<answer>\boxed{3x-y+13=0}</answer>", "3x+4y+14=0"))
     assert (found.verdict, found.library) == (Verdict.WRONG, None)
