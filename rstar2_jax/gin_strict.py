@@ -116,6 +116,17 @@ def _winners(bindings: Sequence[Binding]) -> tuple[dict[Key, Binding], list[str]
     return winners, warnings
 
 
+def _macro_names(value: Any) -> set[str]:
+    """Macros that a value as written refers to. One that only an overridden binding names is idle, not a mistake."""
+    if isinstance(value, Macro):
+        return {value.name}
+    if isinstance(value, dict):
+        return {name for pair in value.items() for part in pair for name in _macro_names(part)}
+    if isinstance(value, (list, tuple)):
+        return {name for part in value for name in _macro_names(part)}
+    return set()
+
+
 def _override_is_meant(winner: Binding, loser: Binding) -> bool:
     if winner.origin.line == 0:
         return True
@@ -259,8 +270,9 @@ class _Book:
                     f"{binding.origin}: {binding.label} is not used: RUN = @{run.label} takes {', '.join(taken)}"
                 )
             idle.append(binding.label)
+        overridden = {name for binding in self.sources.bindings for name in _macro_names(binding.value)}
         for name in self.macros.keys() - self.used_macros:
-            if not self.macros[name].origin.shared:
+            if not self.macros[name].origin.shared and name not in overridden:
                 raise ConfigError(
                     f"{self.macros[name].origin}: macro {name} is not used by anything{nearest(name, self.used_macros)}"
                 )

@@ -208,3 +208,11 @@ def test_a_dry_run_of_the_box_says_what_would_run(run, capsys, monkeypatch, tmp_
     assert code == 0 and printed.err == ""
     assert "steps = 3" in printed.out and "seed = 5" in printed.out and "parameters: 3" in printed.out
     assert not (tmp_path / "run").exists()
+
+
+def test_a_flag_may_override_a_field_whose_macro_the_stage_binds():
+    flags = [("Task.difficulty=2", "--gin_bindings"), ("Rollout.prompts_per_step=8", "--gin_bindings")]
+    resolved = gin_strict.resolve(["stage1.gin", "model/box.gin", "scale/box.gin"], flags)
+    assert {"STAGE", "PROMPTS"} <= set(resolved.idle)
+    with pytest.raises(gin_source.ConfigError, match="macro STGAE is not used"):
+        gin_strict.resolve(["stage1.gin", "model/box.gin", "scale/box.gin"], [("STGAE=2", "--gin_bindings")])
