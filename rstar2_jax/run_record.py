@@ -105,7 +105,10 @@ class RunRecord:
         Raises:
             ConfigError: the folder holds a run of another RUN function, whose files this one would overwrite.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise gin_source.ConfigError(f"workdir {self.folder} cannot be made: {error.strerror}") from error
         self._check_same_kind()
         self._kept = {name: (self.folder / name).read_bytes() for name in NAMES if (self.folder / name).exists()}
         path = self.folder / "resolved.gin"

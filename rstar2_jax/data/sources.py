@@ -256,14 +256,21 @@ def _aime_file(source: str) -> pathlib.Path:
 
 
 def _json_lines(path: pathlib.Path) -> list[Mapping[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from error
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number}: {line.strip()[:40]} is no JSON object with question and answer")
+        rows.append(row)
     return rows
 
 

@@ -271,3 +271,36 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_and_the_order_stays_
     assert short.batch(3, 0, 8)[3:] == short.batch(3, 3, 5)
     with pytest.raises(ValueError, match=r"longer than Rollout.max_prompt_tokens = 0: the shortest has \d+"):
         source.within(lambda prompt: len(prompt.question), 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"question": "1+1", "answer": "2"}\n[1]\n', r"line 2: \[1\] is no JSON object"),
+        (b"null\n", "line 1: null is no JSON object"),
+        (b'{"question": "\xff", "answer": "2"}\n', "is not UTF-8"),
+    ],
+)
+def test_a_file_that_holds_no_problems_says_where(tmp_path, content, said):
+    path = tmp_path / "set.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        prompts.make_source(dataclasses.replace(folder_task(tmp_path, rows(1), rows(1, 5)), path=str(path)))
+
+
+def test_a_byte_order_mark_is_read_over(tmp_path):
+    path = tmp_path / "set.jsonl"
+    made = [json.dumps(row) for row in rows(40)]
+    path.write_bytes(b"\xef\xbb\xbf" + "\n".join(made).encode())
+    source = prompts.make_source(dataclasses.replace(folder_task(tmp_path, rows(1), rows(1, 5)), path=str(path)))
+    assert source.size > 20
+
+
+def test_a_folder_of_training_problems_alone_trains_on_all_of_them(tmp_path):
+    task = folder_task(tmp_path, rows(40), rows(1, 100))
+    for path in tmp_path.rglob("*.jsonl"):
+        if path.name != "train.jsonl":
+            path.unlink()
+    assert prompts.make_source(task).size == 40
+    with pytest.raises(ValueError, match="holds no"):
+        prompts.eval_prompts(task, 1, 0)
