@@ -23,8 +23,8 @@ test: setup      ## everything that needs no torch
 unit: setup      ## the quick part of it
 	$(PY) -m pytest -q -m "not torch and not slow and not e2e"
 
-torch:           ## live parity with transformers, on SmolLM2 too (Python 3.11: installs the CPU build of torch)
-	@VENV=$(VENV) launch/setup.sh real
+torch: setup     ## live parity with transformers (Python 3.11: installs the CPU build of torch)
+	$(PY) -m pip install -qq -c constraints-3.11.txt torch transformers
 	$(PY) -m pytest -m torch
 
 lint: setup      ## ruff, import rule, pyright
