@@ -1,7 +1,8 @@
 """The contract of a rollout engine: ids in, ids with log-probabilities and weight versions out.
 
-An engine is one replica. Every implementation passes the same contract tests. Weights come by reference to a committed
-version of the weight store (weights/), never as arrays, so that one machine and a cluster run the same path.
+An engine is one replica. Every implementation passes the same contract tests (tests/rollout/). Weights
+come by reference to a committed version of the weight store (weights/), never as arrays, so that one machine and a
+cluster run the same path.
 
 Deliberately not here: scheduling over several engines, and text of any kind.
 """
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
 from rstar2_jax.types import FinishReason
+
+PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class EngineError(RuntimeError):
@@ -58,20 +61,91 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Caps:
-    """What an engine can hold: name of the replica, vocabulary, longest context, rows or KV tokens at once."""
+    """What an engine can hold and do.
+
+    Args:
+        name: of the replica.
+        vocab_size, max_context_tokens: ids below the one, prompt plus response up to the other.
+        kv_tokens: ids that its cache holds at once, over all requests.
+        spans: the engine itself says which version sampled each id, so that weights may change inside a turn.
+        seeded: (prompt_ids, seed, sampling, weights) gives the same ids again, whatever else runs.
+    """
 
     name: str
     vocab_size: int
     max_context_tokens: int
     kv_tokens: int
+    spans: bool = False
+    seeded: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """What an engine holds now: ids in its cache and room for more, requests that run and requests that wait."""
+
+    kv_tokens_used: int
+    kv_tokens_free: int
+    running: int
+    waiting: int
+
+
+def checked_request(caps: Caps, request: Request) -> np.ndarray:
+    """i32[n]: the prompt's ids, once it is sure that the request can be served.
+
+    Raises:
+        ValueError: it never can; names the value and its limit.
+    """
+    ids, sampling = _checked_ids(caps, request.prompt_ids, f"request {request.rid}"), request.sampling
+    needed, held = len(ids) + sampling.max_new_tokens, caps.max_context_tokens
+    rules = [
+        (sampling.max_new_tokens > 0, f"max_new_tokens = {sampling.max_new_tokens} must be above 0"),
+        (needed <= held, f"prompt {len(ids)} + {sampling.max_new_tokens} new ids do not fit the context of {held}"),
+        (sampling.temperature >= 0, f"temperature = {sampling.temperature} must be 0 or more"),
+        (0 < sampling.top_p <= 1, f"top_p = {sampling.top_p} must be in (0, 1]"),
+        (sampling.top_k == -1 or sampling.top_k > 0, f"top_k = {sampling.top_k} must be above 0, or -1 for off"),
+        (0 <= request.seed < 2**64, f"seed = {request.seed} must be in [0, 2**64)"),
+    ]
+    for ok, complaint in rules:
+        if not ok:
+            raise ValueError(f"request {request.rid}: {complaint}")
+    return ids
+
+
+def checked_mode(mode: PauseMode) -> PauseMode:
+    """The way to pause. Raises ValueError where there is no such way."""
+    if mode not in get_args(PauseMode):
+        raise ValueError(f"mode = {mode!r}: must be one of {', '.join(get_args(PauseMode))}")
+    return mode
+
+
+def checked_text(caps: Caps, token_ids: Sequence[int]) -> np.ndarray:
+    """i32[n]: ids to score. Raises ValueError where they are none, outside the vocabulary or too many."""
+    ids = _checked_ids(caps, token_ids, "score")
+    if len(ids) > caps.max_context_tokens:
+        raise ValueError(f"{len(ids)} ids to score: the context holds {caps.max_context_tokens}")
+    return ids
+
+
+def _checked_ids(caps: Caps, token_ids: Sequence[int], what: str) -> np.ndarray:
+    ids = np.asarray(token_ids, np.int64)
+    if ids.ndim != 1 or not len(ids):
+        raise ValueError(f"{what}: needs at least one id")
+    if ids.min() < 0 or ids.max() >= caps.vocab_size:
+        bad = next(i for i in ids.tolist() if not 0 <= i < caps.vocab_size)
+        raise ValueError(f"{what}: id {bad} is outside the vocabulary of {caps.vocab_size}")
+    return ids.astype(np.int32)
 
 
 class RolloutEngine(Protocol):
-    """One replica. All methods may be called from one event loop; generate is called many times at once."""
+    """One replica. All methods may be called from one event loop; generate is called many times at once.
+
+    Every fault of the engine or of the way to it is an EngineError; a request that can never be served, whoever asks,
+    is a ValueError.
+    """
 
     @property
     def caps(self) -> Caps:
-        """What this replica can hold."""
+        """What this replica can hold and do."""
         ...
 
     @property
@@ -80,15 +154,54 @@ class RolloutEngine(Protocol):
         ...
 
     async def generate(self, request: Request) -> Generation:
-        """Sample one turn. Raises EngineError when the engine failed, ValueError when the request cannot fit."""
+        """Sample one turn; cancelling the awaiting task frees its place.
+
+        Raises EngineError when the engine failed, ValueError when the request cannot fit.
+        """
         ...
 
     async def score(self, token_ids: Sequence[int]) -> np.ndarray:
-        """f32[n]: log-probability of each id given the ids before it; the first is 0."""
+        """f32[n]: log-probability of each id given the ids before it, at temperature 1; the first is 0."""
+        ...
+
+    async def load(self) -> Load:
+        """What the engine holds now: cheap, and answered while it is paused."""
+        ...
+
+    async def alive(self) -> bool:
+        """Whether the engine answers at all: cheap, also while it is paused or busy. Progress is judged by other signs.
+
+        Never raises EngineError.
+        """
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling until resume; requests that come meanwhile are held. Pausing again applies the new mode.
+
+        Args:
+            mode: what becomes of requests in flight. `abort` ends them with what they have (FinishReason.ABORT),
+                `retract` takes their cache away and computes it again after resume, `in_place` leaves it as it is.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Sample again; without effect on an engine that is not paused."""
+        ...
+
+    async def abort(self, rid: str | None = None) -> None:
+        """End one request, or all, with FinishReason.ABORT and the ids sampled so far; an unknown rid is no error."""
+        ...
+
+    async def flush(self) -> None:
+        """Forget cached prefixes. Never needed after an update: the cache belongs to a version of the weights."""
         ...
 
     async def update_weights(self, root: str, version: int) -> None:
         """Fetch the committed version from the weight store at root. Raises EngineError and keeps the old weights."""
+        ...
+
+    async def verify(self, root: str, version: int) -> None:
+        """Return when the weights in use are those of the committed version, by checksum; else raise EngineError."""
         ...
 
     async def close(self) -> None:
