@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from rstar2_jax import begin, settings
@@ -80,3 +80,20 @@ async def ask(
             return (await groups.sample_group(sampler, problem, step=step, on_done=finished))[0]
 
     return list(await asyncio.gather(*(one(problem) for problem in problems)))
+
+
+def refuse_long(name: str, problems: Sequence[Prompt], length: Callable[[Prompt], int], limit: int) -> None:
+    """Refuse a set with a prompt above the limit: an evaluation that leaves problems out measures something else.
+
+    Args:
+        length: tokens of a prompt as the model sees it.
+
+    Raises:
+        ValueError: which problem it is.
+    """
+    longest = max(problems, key=length)
+    if length(longest) > limit:
+        raise ValueError(
+            f"set {name}: problem {longest.id!r} has {length(longest)} tokens, above Rollout.max_prompt_tokens = "
+            f"{limit}; an evaluation leaves no problem out: raise the limit"
+        )

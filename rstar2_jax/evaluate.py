@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ async def _evaluate(
         async with ask.open_room(run, model, task, asked, sandbox, screen) as room:
             entries = []
             for number, (name, kind, problems) in enumerate(sets):
-                _refuse_long(name, problems, room.tier.prompt_tokens, rollout.max_prompt_tokens)
+                ask.refuse_long(name, problems, room.tier.prompt_tokens, rollout.max_prompt_tokens)
                 with watch.phase("rollout"):
                     found = await ask.ask(room.sampler, problems, number, name, screen)
                 episodes = [t for group in found for t in group.trajectories]
@@ -124,15 +124,6 @@ def _line(entry: dict) -> str:
     wrong = "-" if errors is None else f"{errors:.3f}"
     name, kind = entry["set"], entry["kind"]
     return f"  {name:<18} {kind:<8} accuracy {accuracy}  tool {tool}  call errors {wrong}  n {entry['n']}"
-
-
-def _refuse_long(name: str, problems: Sequence[Prompt], length: Callable[[Prompt], int], limit: int) -> None:
-    longest = max(problems, key=length)
-    if length(longest) > limit:
-        raise ValueError(
-            f"set {name}: problem {longest.id!r} has {length(longest)} tokens, above Rollout.max_prompt_tokens = "
-            f"{limit}; an evaluation leaves no problem out: raise the limit"
-        )
 
 
 def _refuse_faulty(entries: Sequence[dict]) -> None:

@@ -144,7 +144,9 @@ class _Book:
         self.bindings = [b for b in winners.values() if b.target is not None]
         self.used: set[Key] = set()
         self.used_macros: set[str] = {"RUN"}
-        self.scopes: set[str] = {""}
+        # A scope is known when any binding names it: shared files wire owners that this run may not take.
+        named = (reference.scope for b in self.bindings for reference in _references(b.value))
+        self.scopes: set[str] = {"", *named}
         self.nodes: dict[tuple[str, Target], dict[str, Any]] = {}
 
     def run_function(self) -> Target:

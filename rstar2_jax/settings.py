@@ -103,7 +103,8 @@ class Task:
     Args:
         source: where problems come from: `box`, `gsm8k`, `gsm_symbolic`, `aime24`, `aime25`, `jsonl` or `hub:<name>`.
         path: file or folder of that source where it needs one; empty otherwise.
-        difficulty: stage of a generated source (1, 2 or 3); ignored by fixed data sets.
+        difficulty: stage of a generated source (1, 2 or 3; gsm_symbolic: solutions of at most 2 steps, at most 4, any);
+            ignored by fixed data sets.
         families: names of generated families; empty means all that the source trains on.
         tokenizer: `box` for the built-in one, or a folder that holds tokenizer.json.
         template: `rstar2`, `box`, or a path to a jinja file or to a folder that ships one.
@@ -122,6 +123,27 @@ class Task:
         _check(bool(self.source), self, "source", "must name a source of problems")
         _check(bool(self.tokenizer), self, "tokenizer", "must be 'box' or a folder with tokenizer.json")
         _check(self.difficulty in (1, 2, 3), self, "difficulty", "must be 1, 2 or 3")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Exam:
+    """Held-out problems that training asks from time to time: does what it gains hold elsewhere?
+
+    Args:
+        task: where they come from; tokenizer, template and tool are those of training.
+        every_steps: asked before the update of each so-manieth step; 0 is never.
+        problems: how many (the same ones each time).
+        samples: answers to each problem.
+    """
+
+    task: Task
+    every_steps: int = 0
+    problems: int = 30
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self.every_steps >= 0, self, "every_steps", "must be 0 (never) or more")
+        _positive(self, "problems", "samples")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

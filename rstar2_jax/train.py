@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from rstar2_jax import begin, settings
+from rstar2_jax import exam as exams
 from rstar2_jax.algo import roc as roc_rule
 from rstar2_jax.data import prompts
 from rstar2_jax.io import checkpoint, clock, metrics, trajectories
@@ -65,6 +66,7 @@ class _Desk:
     source: prompts.Source
     rooms: tier.Tier
     sampler: groups.Sampler
+    examiner: exams.Examiner
     reference: Any
     clock: clock.Clock
     screen: console.Console
@@ -89,6 +91,7 @@ def train(
     roc: settings.Roc,
     learner: settings.Learner,
     sandbox: settings.Sandbox,
+    exam: settings.Exam,
 ) -> int:
     """Train until `run.steps` steps are done. Returns 0 when they are, INTERRUPTED after SIGTERM or SIGINT.
 
@@ -111,7 +114,7 @@ def train(
         if progress.step >= run.steps:
             print(f"{run.workdir}: all {run.steps} steps are done already")
             return 0
-        parts = (run, model, task, rollout, roc, learner)
+        parts = (run, model, task, rollout, roc, learner, exam)
         return asyncio.run(_train(parts, sandbox, trainer, store, progress))
 
 
@@ -122,7 +125,7 @@ async def _train(
     store: checkpoint.Checkpoints,
     progress: _Progress,
 ) -> int:
-    run, model, task, rollout, roc, learner = parts
+    run, model, task, rollout, roc, learner, exam = parts
     workdir = Path(run.workdir)
     title = f"{workdir.name}: {run.steps} steps of {rollout.prompts_per_step} prompts x {rollout.oversample} rollouts"
     async with contextlib.AsyncExitStack() as stack:
@@ -153,6 +156,7 @@ async def _train(
             source=source,
             rooms=rooms,
             sampler=sampler,
+            examiner=exams.open_examiner(exam, rooms, sampler, run.seed),
             reference=held_to,
             clock=clock.Clock(workdir),
             screen=screen,
@@ -164,8 +168,9 @@ async def _train(
         await rooms.warm_up("1", rollout)
         stopping = _stop_on_signals()
         while progress.step < run.steps and not stopping.is_set():
+            examined = await _examine(desk, progress.step)
             told = await _step(desk, progress)
-            told |= desk.clock.lap()
+            told |= examined | _judge(desk, progress.step - 1, told | examined) | desk.clock.lap()
             writer.write(progress.step - 1, told)
             screen.step(progress.step - 1, told)
             _save_when_due(desk, store, progress, stopping.is_set())
@@ -233,6 +238,24 @@ async def _step(desk: _Desk, progress: _Progress) -> dict[str, float | None]:
             f"First fault: {collected.faults[0] if collected.faults else 'grading'}"
         )
     return told
+
+
+async def _examine(desk: _Desk, step: int) -> dict[str, float | None]:
+    """Metrics of the held-out problems, by the weights that the step samples with; nothing where none are due."""
+    if not desk.examiner.is_due(step):
+        return {}
+    with desk.clock.phase("held_out"):
+        return await desk.examiner.ask(step, desk.screen)
+
+
+def _judge(desk: _Desk, step: int, told: dict[str, float | None]) -> dict[str, float | None]:
+    """Does training gain what the held-out problems lose? Said aloud, and as a metric."""
+    if not desk.examiner.is_due(step):
+        return {}
+    diverges = exams.alarm(desk.workdir, step, told)
+    if diverges:
+        desk.screen.note(f"! {diverges}")
+    return {"eval/diverged": float(diverges is not None)}
 
 
 async def _publish(desk: _Desk, progress: _Progress) -> None:

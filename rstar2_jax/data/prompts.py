@@ -10,6 +10,7 @@ Deliberately not here: reading of files (sources.py) and the families of the bui
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from rstar2_jax.types import Prompt
 GENERATED = ("box", "gsm_symbolic")
 EVALUATION_ONLY = ("aime24", "aime25", "aime26")
 _EVAL_TRIES = 50
+_SYMBOLIC_STEPS = {1: 2, 2: 4, 3: math.inf}  # computations in the worked solution, by difficulty
 
 
 class Source(Protocol):
@@ -194,7 +196,10 @@ def _maker(task: settings.Task, *, held_out: bool) -> Callable[[tuple[int, ...],
     side = "eval" if held_out else "train"
     if task.source == "gsm_symbolic":
         generate = _gsm_symbolic()
-        return lambda entropy, index: _symbolic_problem(generate, entropy, f"gsm_symbolic/{side}/{index}", held_out)
+        most = _SYMBOLIC_STEPS[task.difficulty]
+        return lambda entropy, index: _symbolic_problem(
+            generate, entropy, f"gsm_symbolic{task.difficulty}/{side}/{index}", held_out, most
+        )
     families = task.families or box_problems.TRAINED
     unknown = [family for family in families if family not in box_problems.FAMILIES]
     if unknown:
@@ -228,14 +233,16 @@ def _gsm_symbolic() -> Callable[[int], dict[str, Any]]:
 
 
 def _symbolic_problem(
-    generate: Callable[[int], dict[str, Any]], entropy: tuple[int, ...], name: str, held_out: bool
+    generate: Callable[[int], dict[str, Any]], entropy: tuple[int, ...], name: str, held_out: bool, most_steps: float
 ) -> sources.Solved:
+    """The first of the seed's problems that lies on the wanted side and needs no more steps than allowed."""
     attempt = 0
     while True:
         state = np.random.SeedSequence([*entropy, int(held_out), attempt]).generate_state(1, np.uint64)
         entry = generate(int(state[0] >> 1))
         answer = sources.integer_text(entry["answer"])
-        if answer is not None and sources.is_held_out(entry["question"]) == held_out:
+        short = entry["metadata"]["answer_cot"].count("=") <= most_steps
+        if short and answer is not None and sources.is_held_out(entry["question"]) == held_out:
             prompt = Prompt(id=name, question=entry["question"], answer=answer, source="gsm_symbolic")
             return sources.with_expression(prompt, entry["metadata"]["answer_cot"])
         attempt += 1

@@ -37,6 +37,11 @@ _SUMMARIES: Any = tensorboardX.proto.summary_pb2
 _NAME = re.compile(r"[a-z][a-z0-9_]*(/[A-Za-z0-9_.\-]+)+")
 
 
+def name_part(text: str) -> str:
+    """Any text as a part of a metric's name."""
+    return re.sub(r"[^A-Za-z0-9_.\-]", "_", text)
+
+
 class MetricsWriter:
     """Appends one line a step to workdir/metrics.jsonl and mirrors it into workdir/tensorboard.
 

@@ -7,12 +7,12 @@ Deliberately not here: the learner's numbers and timing.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from rstar2_jax.io import metrics
 from rstar2_jax.rollout import agent
 from rstar2_jax.types import CallStatus, Group, StopReason, Trajectory, Verdict
 
@@ -78,7 +78,7 @@ def _by_source(groups: Sequence[Group]) -> Metrics:
     found: dict[str, list[bool]] = {}
     for group in groups:
         scored = group.rewards[group.valid].astype(bool).tolist()
-        found.setdefault(re.sub(r"[^A-Za-z0-9_.\-]", "_", group.prompt.source), []).extend(scored)
+        found.setdefault(metrics.name_part(group.prompt.source), []).extend(scored)
     return {f"reward/{source}_mean": _mean(scored) for source, scored in sorted(found.items())}
 
 

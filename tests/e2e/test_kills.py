@@ -34,12 +34,14 @@ TINY = (
     "Run.save_every_steps=2",
     "Demonstrations.tool_share=0.9",
     "Optimizer.lr=2e-3",
+    "HELD_OUT_EVERY=2",
+    "HELD_OUT_PROBLEMS=6",
 )
 
 
 def command(file, workdir, *bindings, steps=STEPS):
     files = [f"--gin_file={name}" for name in (file, "model/box.gin", "scale/box.gin")]
-    wanted = list(TINY) if file != "sft.gin" else [b for b in TINY if not b.startswith(("Rollout", "Roc"))]
+    wanted = list(TINY) if file != "sft.gin" else [b for b in TINY if not b.startswith(("Rollout", "Roc", "HELD_OUT"))]
     if file != "sft.gin":
         wanted = [b for b in wanted if not b.startswith("Demonstrations")]
     pairs = [f"--gin_bindings={text}" for text in (*wanted, *bindings)]
@@ -122,7 +124,7 @@ def assert_same_run(left, right):
     assert what_was_trained_on(left) == what_was_trained_on(right)
     first, second = metrics.read_metrics(left), metrics.read_metrics(right)
     assert first["step"].tolist() == second["step"].tolist() == list(range(STEPS))
-    for name in ("rollout/reward_mean", "learner/grad_norm", "learner/lr", "mismatch/logprob_gap_max"):
+    for name in ("rollout/reward_mean", "learner/grad_norm", "learner/lr", "mismatch/logprob_gap_max", "eval/accuracy"):
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
 
 
@@ -134,6 +136,8 @@ def test_the_run_has_tools_rewards_and_updates_to_lose(started):
     assert np.nansum(numbers["rollout/unscored"]) == 0
     assert np.nansum(numbers["rollout/refills"]) > 0
     assert np.nanmax(numbers["mismatch/logprob_gap_max"]) < 1e-3
+    assert np.isfinite(numbers["eval/accuracy"]).tolist() == [True, False, True, False]
+    assert numbers["eval/scored"][::2].tolist() == [6, 6] and numbers["eval/diverged"][::2].tolist() == [0, 0]
 
 
 def test_kill_nine_of_the_trainer_in_a_step_and_the_same_command_gives_the_same_run_bit_for_bit(started):
