@@ -1,7 +1,7 @@
 # `make box` and `make test` need nothing but Debian with Python 3.12 or 3.11: they set themselves up.
 VENV ?= .venv
 PY = $(VENV)/bin/python
-.PHONY: help setup box box-real test unit torch lint clean
+.PHONY: help setup box box-real test unit torch sglang-env test-sglang lint clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -18,17 +18,23 @@ box-real:        ## the same job on real weights and real problems
 	VENV=$(VENV)-real launch/box_real.sh
 
 test: setup      ## everything that needs no torch
-	$(PY) -m pytest -m "not torch"
+	$(PY) -m pytest -m "not torch and not sglang"
 
 unit: setup      ## the quick part of it
-	$(PY) -m pytest -q -m "not torch and not slow and not e2e"
+	$(PY) -m pytest -q -m "not torch and not sglang and not slow and not e2e"
 
 torch: setup     ## live parity with transformers (Python 3.11: installs the CPU build of torch)
 	$(PY) -m pip install -qq -c constraints-3.11.txt torch transformers
 	$(PY) -m pytest -m torch
 
+sglang-env:      ## an environment with a real SGLang server for the CPU (Python 3.11, 2.6 GB)
+	@launch/sglang_env.sh
+
+test-sglang: setup sglang-env ## the contract, the weight loader and a training step against that server
+	$(PY) -m pytest -m sglang
+
 lint: setup      ## ruff, import rule, pyright
 	$(PY) -m pytest -q tests/house
 
 clean:           ## what the targets above made, runs/ excepted
-	rm -rf $(VENV) build dist *.egg-info sandbox/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-sglang build dist *.egg-info sandbox/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

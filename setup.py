@@ -28,8 +28,11 @@ setuptools.setup(
         **dict.fromkeys(CONFIGS, ["*.gin"]),
         "rstar2_jax.data": ["templates/*.jinja"],
     },
+    # SGLang's own processes load this where the package is installed beside it (pip install --no-deps).
+    entry_points={"sglang.srt.plugins": ["rstar2_jax = rstar2_jax.weights.sglang_loader:register"]},
     install_requires=[
         "absl-py",
+        "aiohttp",
         "flax>=0.12",
         "gin-config==0.5.0",
         "jax>=0.10.2",

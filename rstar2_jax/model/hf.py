@@ -94,11 +94,12 @@ def to_hf(params: decoder.Params, settings: Model) -> dict[str, np.ndarray]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         array = np.asarray(leaf)
         arrays[hf_name(_path(path))] = np.ascontiguousarray(array.T) if path[-1].key == "kernel" else array
-    _check_shapes({name: array.shape for name, array in arrays.items()}, settings)
+    check_shapes({name: array.shape for name, array in arrays.items()}, settings)
     return arrays
 
 
-def _check_shapes(shapes: Mapping[str, tuple[int, ...]], settings: Model) -> None:
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], settings: Model) -> None:
+    """Return when names and shapes are exactly those of the model; else raise ValueError that names what differs."""
     expected = hf_shapes(settings)
     missing, extra = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
     if missing or extra:

@@ -10,6 +10,7 @@ Deliberately not here: who sits in which slot (slots.py), threads and waiting (j
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -154,6 +155,11 @@ def resident(params: Any, model: Model) -> Any:
         return jax.device_put(jnp.asarray(leaf, jnp.float32 if kept else model.compute_dtype))
 
     return jax.tree_util.tree_map_with_path(place, params)
+
+
+def checksums(params: Any) -> list[int]:
+    """CRC-32 of the bytes of each leaf."""
+    return [zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).reshape(-1).data) for leaf in jax.tree.leaves(params)]
 
 
 def _apply(model: Model, params: Any, method: Any, *args: Any) -> Any:

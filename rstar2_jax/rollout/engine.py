@@ -1,6 +1,6 @@
 """The contract of a rollout engine: ids in, ids with log-probabilities and weight versions out.
 
-An engine is one replica. Every implementation passes the same contract tests (tests/rollout/). Weights
+An engine is one replica. Every implementation passes the same contract tests (tests/rollout/test_contract.py). Weights
 come by reference to a committed version of the weight store (weights/), never as arrays, so that one machine and a
 cluster run the same path.
 

@@ -28,7 +28,17 @@ import numpy as np
 
 from rstar2_jax.model import decoder
 from rstar2_jax.rollout import device, slots
-from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Request
+from rstar2_jax.rollout.engine import (
+    Caps,
+    EngineError,
+    Generation,
+    Load,
+    PauseMode,
+    Request,
+    checked_mode,
+    checked_request,
+    checked_text,
+)
 from rstar2_jax.settings import Model
 from rstar2_jax.types import FinishReason
 from rstar2_jax.weights import fetch
@@ -82,7 +92,12 @@ class JaxEngine:
         self._model, self._name = model, name
         self._chunk, self._decode_steps = prefill_chunk_tokens, decode_steps
         self._caps = Caps(
-            name=name, vocab_size=model.vocab_size, max_context_tokens=context_tokens, kv_tokens=slots * context_tokens
+            name=name,
+            vocab_size=model.vocab_size,
+            max_context_tokens=context_tokens,
+            kv_tokens=slots * context_tokens,
+            spans=True,
+            seeded=True,
         )
         self._init_worker(slots, context_tokens)
 
@@ -91,7 +106,8 @@ class JaxEngine:
         self._table = slots.SlotTable(num_slots, context_tokens, min(num_slots, PREFILL_ROWS), self._chunk)
         self._params: Any = None
         self._cache: decoder.Cache | None = None
-        self._version = -1
+        self._version, self._digest, self._sums = -1, "", []
+        self._paused = False
         self._stats = Stats()
         self._changed = threading.Condition()  # guards the four below
         self._arrived: list[slots.Job] = []
@@ -137,9 +153,7 @@ class JaxEngine:
 
     async def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """f32[n]: log-probability of each id given the ids before it, at temperature 1; the first is 0."""
-        ids = self._checked_ids(token_ids, "score")
-        if len(ids) > self._caps.max_context_tokens:
-            raise ValueError(f"{len(ids)} ids to score: the context holds {self._caps.max_context_tokens}")
+        ids = checked_text(self._caps, token_ids)
         if self._version < 0:
             raise EngineError(f"{self._name} has no weights yet: call update_weights before score")
         return await self._command(functools.partial(self._score, ids))
@@ -152,10 +166,52 @@ class JaxEngine:
         """
         async with self._update_lock:
             try:
-                params = await asyncio.to_thread(self._load, root, version)
+                digest, params = await asyncio.to_thread(self._load, root, version)
             except fetch.FetchError as error:
                 raise EngineError(f"{self._name} keeps weights {self._version}: {error}") from error
-            await self._command(functools.partial(self._swap, params, version))
+            await self._command(functools.partial(self._swap, params, version, digest))
+
+    async def verify(self, root: str, version: int) -> None:
+        """Raise EngineError unless the weights in use are those of the committed version, unchanged since they came."""
+        async with self._update_lock:
+            try:
+                digest = await asyncio.to_thread(fetch.digest, root, version)
+            except fetch.FetchError as error:
+                raise EngineError(f"{self._name} cannot be verified: {error}") from error
+            if self._version < 0 or self._digest != digest:
+                raise EngineError(f"{self._name} holds weights {self._version}, not those of version {version}")
+            if await asyncio.to_thread(device.checksums, self._params) != self._sums:
+                raise EngineError(f"{self._name}: weights {version} have changed in memory since they were fetched")
+
+    async def load(self) -> Load:
+        """What the cache holds and who waits for a row."""
+        if not await self.alive():
+            raise EngineError(f"{self._name} is closed or dead")
+        seated = [job for job in self._table.rows if job is not None and not job.cancelled]
+        used = sum(job.context_tokens for job in seated)
+        waiting = len(self._table.waiting) + len(self._arrived)
+        free = self._caps.kv_tokens - used
+        return Load(kv_tokens_used=used, kv_tokens_free=free, running=len(seated), waiting=waiting)
+
+    async def alive(self) -> bool:
+        """True while the worker can take requests."""
+        return self._thread.is_alive() and self._failure is None and not self._closing
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop between two device calls; `retract` sends the seated requests back to the head of the queue."""
+        await self._command(functools.partial(self._pause, checked_mode(mode)))
+
+    async def resume(self) -> None:
+        """Go on where pause stopped."""
+        await self._command(functools.partial(setattr, self, "_paused", False))
+
+    async def abort(self, rid: str | None = None) -> None:
+        """End requests in flight with what they have."""
+        await self._command(functools.partial(self._end, rid))
+
+    async def flush(self) -> None:
+        """Forget what the cache holds; requests in flight are prefilled again."""
+        await self._command(self._table.recompute)
 
     async def close(self) -> None:
         """End requests in flight with FinishReason.ABORT and what they have, then stop the worker."""
@@ -165,34 +221,11 @@ class JaxEngine:
         await asyncio.to_thread(self._thread.join)
         self._params = self._cache = None
 
-    def _checked_ids(self, token_ids: Sequence[int], what: str) -> np.ndarray:
-        ids = np.asarray(token_ids, np.int64)
-        if ids.ndim != 1 or not len(ids):
-            raise ValueError(f"{what}: needs at least one id")
-        if ids.min() < 0 or ids.max() >= self._caps.vocab_size:
-            bad = next(i for i in ids.tolist() if not 0 <= i < self._caps.vocab_size)
-            raise ValueError(f"{what}: id {bad} is outside the vocabulary of {self._caps.vocab_size}")
-        return ids.astype(np.int32)
-
     def _checked(self, request: Request) -> np.ndarray:
-        ids, sampling = self._checked_ids(request.prompt_ids, f"request {request.rid}"), request.sampling
-        needed, held = len(ids) + sampling.max_new_tokens, self._caps.max_context_tokens
-        rules = [
-            (sampling.max_new_tokens > 0, f"max_new_tokens = {sampling.max_new_tokens} must be above 0"),
-            (needed <= held, f"prompt {len(ids)} + {sampling.max_new_tokens} new ids do not fit the context of {held}"),
-            (sampling.temperature >= 0, f"temperature = {sampling.temperature} must be 0 or more"),
-            (0 < sampling.top_p <= 1, f"top_p = {sampling.top_p} must be in (0, 1]"),
-            (sampling.top_k == -1 or sampling.top_k > 0, f"top_k = {sampling.top_k} must be above 0, or -1 for off"),
-            (0 <= request.seed < 2**64, f"seed = {request.seed} must be in [0, 2**64)"),
-            (
-                len(sampling.stop_ids) <= device.MAX_STOP_IDS,
-                f"{len(sampling.stop_ids)} stop ids: at most {device.MAX_STOP_IDS}",
-            ),
-        ]
-        for ok, complaint in rules:
-            if not ok:
-                raise ValueError(f"request {request.rid}: {complaint}")
-        return ids
+        count = len(request.sampling.stop_ids)
+        if count > device.MAX_STOP_IDS:
+            raise ValueError(f"request {request.rid}: {count} stop ids: at most {device.MAX_STOP_IDS}")
+        return checked_request(self._caps, request)
 
     def _submit(self, queue: list[Any], item: Any) -> None:
         with self._changed:
@@ -208,9 +241,10 @@ class JaxEngine:
         self._submit(self._commands, (act, reply))
         return await reply.future
 
-    def _load(self, root: str, version: int) -> Any:
+    def _load(self, root: str, version: int) -> tuple[str, Any]:
+        digest = fetch.digest(root, version)
         params = device.resident(fetch.fetch(root, version, self._model), self._model)
-        return jax.block_until_ready(params)
+        return digest, jax.block_until_ready(params)
 
     # From here on: the worker thread.
 
@@ -224,7 +258,7 @@ class JaxEngine:
     def _turn(self) -> bool:
         """One round of the worker; False once the engine is closed."""
         with self._changed:
-            while not (self._closing or self._commands or self._arrived or self._table.is_busy):
+            while not (self._closing or self._commands or (self._has_work() and not self._paused)):
                 self._changed.wait()
             commands, self._commands = self._commands, []
             self._table.waiting.extend(self._arrived)
@@ -240,11 +274,33 @@ class JaxEngine:
                 with self._changed:
                     self._commands = commands[i:] + self._commands  # so that _fail answers them too
                 raise
+        if self._paused:
+            return True
         start = time.monotonic()
         self._table.admit()
         self._step()
         self._count(busy_s=time.monotonic() - start)
         return True
+
+    def _has_work(self) -> bool:
+        return bool(self._arrived) or self._table.is_busy
+
+    def _pause(self, mode: PauseMode) -> None:
+        self._paused = True
+        if mode == "abort":
+            self._end(None)
+        elif mode == "retract":
+            seated = [job for job in self._table.rows if job is not None]
+            self._table.recompute()
+            for slot in range(len(self._table.rows)):
+                self._table.vacate(slot)
+            self._table.waiting.extendleft(reversed(seated))
+
+    def _end(self, rid: str | None) -> None:
+        for job in list(self._table.jobs()):
+            if rid is None or job.request.rid == rid:
+                job.cancelled = True  # its place is free at the next admission
+                job.reply.resolve(job.generation(FinishReason.ABORT))
 
     def _step(self) -> None:
         match self._table.next_step():
@@ -274,8 +330,9 @@ class JaxEngine:
         grown = {name: getattr(self._stats, name) + value for name, value in more.items()}
         self._stats = dataclasses.replace(self._stats, **grown)
 
-    def _swap(self, params: Any, version: int) -> None:
-        self._params, self._version = params, version
+    def _swap(self, params: Any, version: int, digest: str) -> None:
+        self._params, self._version, self._digest = params, version, digest
+        self._sums = device.checksums(params)
         self._cache = None  # freed before the new one is made
         caps = self._caps
         self._cache = decoder.init_cache(

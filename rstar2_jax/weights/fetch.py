@@ -1,6 +1,6 @@
 """Fetch a committed version of the weight store as parameters, checked before anything is handed out.
 
-Deliberately not here: reading of slices by tensor-parallel ranks (the manifest's chunks are laid out for it).
+Deliberately not here: reading of slices by tensor-parallel ranks (sglang_loader.py).
 """
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-import numpy as np
-import tensorstore as ts
-
 from rstar2_jax.model import hf
 from rstar2_jax.settings import Model
+from rstar2_jax.weights import chunks
 from rstar2_jax.weights import manifest as manifests
 
 
@@ -25,11 +23,29 @@ def latest_version(root: str | pathlib.Path) -> int | None:
     return max(manifests.committed_versions(root), default=None)
 
 
+def digest(root: str | pathlib.Path, version: int) -> str:
+    """What names the content of a committed version: equal exactly when names, shapes, dtypes and checksums are.
+
+    Raises:
+        FetchError: the version is absent or its manifest is broken.
+    """
+    return _read_manifest(root, version).digest
+
+
+def check(root: str | pathlib.Path, version: int, model: Model) -> None:
+    """Return when a committed version holds this model, by its manifest; nothing of its tensors is read.
+
+    Raises:
+        FetchError: names what is absent, of another shape or of an unknown dtype.
+    """
+    _check_against_model(_read_manifest(root, version), model)
+
+
 def fetch(root: str | pathlib.Path, version: int, model: Model, *, dtype: str = "float32") -> Any:
     """The parameters of a committed version as the decoder's tree, on the default device.
 
-    Names, shapes and dtypes are checked against the model before a tensor is read, and every tensor's checksum before
-    any of them is returned.
+    Names, shapes and dtypes are checked against the model before a tensor is read, and every chunk's checksum before
+    any tensor is returned.
 
     Args:
         dtype: dtype of the returned arrays, whatever the store holds.
@@ -39,8 +55,13 @@ def fetch(root: str | pathlib.Path, version: int, model: Model, *, dtype: str = 
     """
     manifest = _read_manifest(root, version)
     _check_against_model(manifest, model)
-    tensors = _read_tensors(manifests.version_folder(root, version), manifest)
-    return hf.from_hf(tensors, model, dtype=dtype)
+    boxes = [(name, manifests.whole(entry.shape)) for name, entry in manifest.tensors.items()]
+    try:
+        reader = chunks.Reader(manifests.version_folder(root, version), manifest)
+        tensors = {name: array for name, _, array in reader.read(boxes)}
+    except chunks.StoreError as error:
+        raise FetchError(str(error)) from error
+    return hf.from_hf(tensors.pop, model, dtype=dtype)
 
 
 def _read_manifest(root: str | pathlib.Path, version: int) -> manifests.Manifest:
@@ -67,25 +88,5 @@ def _check_against_model(manifest: manifests.Manifest, model: Model) -> None:
     for name, shape in expected.items():
         if found[name].shape != shape:
             raise FetchError(f"version {manifest.version}: {name} is {found[name].shape}, the model needs {shape}")
-        if found[name].dtype not in ("float32", "bfloat16"):
+        if found[name].dtype not in manifests.DTYPES:
             raise FetchError(f"version {manifest.version}: {name} has dtype {found[name].dtype}")
-
-
-def _read_tensors(folder: pathlib.Path, manifest: manifests.Manifest) -> dict[str, np.ndarray]:
-    # One context for one call: tensors share the database's pages, and nothing cached outlives a deleted version.
-    context, name = ts.Context(), ""
-    try:
-        opened, reads = {}, {}
-        for name, entry in manifest.tensors.items():
-            opened[name] = ts.open(manifests.array_spec(folder, name, entry), open=True, context=context)
-        for name, store in opened.items():
-            reads[name] = store.result().read()
-        tensors = {}
-        for name, read in reads.items():
-            tensors[name] = read.result()
-    except (ValueError, OSError, RuntimeError) as error:
-        raise FetchError(f"version {manifest.version}: tensor {name} cannot be read: {error}") from error
-    for name, array in tensors.items():
-        if manifests.checksum(array) != manifest.tensors[name].crc32:
-            raise FetchError(f"version {manifest.version}: tensor {name} does not match its checksum")
-    return tensors

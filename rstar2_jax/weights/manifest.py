@@ -1,42 +1,88 @@
 """The layout of a weight store and the manifest that makes a version valid.
 
     root/0000000012/manifest.json    names, shapes, dtypes, chunks, checksums, version, parent: written last
-    root/0000000012/tensors/         one OCDBT database, inside it one zarr3 array for each tensor
+    root/0000000012/tensors/0/       one OCDBT database for each process of the trainer, here the first's; inside it one
+                                     zarr3 array for each tensor, and of that the chunks that this process wrote
     root/.writing-*, root/.deleting-*   never looked at by readers
 
 A version folder comes into being by one rename and goes away by one rename, so a reader sees it whole or not at all.
 Tensors carry Hugging Face names and orientation: any loader of that format can read the store through the manifest.
+Chunks fall onto the cuts of tensor-parallel readers, so that a rank reads its own part and can check it alone.
 
-Deliberately not here: writing (publish.py) and reading (fetch.py) of tensors, and any import of JAX.
+Deliberately not here: writing (publish.py) and reading (chunks.py) of tensors, and any import of JAX.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import math
 import pathlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-FORMAT = "rstar2-weights/1"
+FORMAT = "rstar2-weights/2"
 FILE = "manifest.json"
 TENSORS = "tensors"
 WRITING, DELETING = ".writing-", ".deleting-"
 MAX_CHUNK_BYTES = 64 * 2**20
+MIN_CHUNK_BYTES = 32 * 2**10  # smaller ones cost more in names than they save in reading
+READER_CUTS = 8  # tensor-parallel readers, at most, that each read only their own part
+DTYPES = ("float32", "bfloat16")
+_ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")  # cut along their inputs; all others along their first axis
+
+Box = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One tensor: its shape, dtype name, zarr chunk shape and the CRC-32 of its C-ordered little-endian bytes."""
+    """One tensor.
+
+    Args:
+        shape, dtype: of the tensor, dtype by name.
+        chunks: shape of a zarr chunk; those at the upper ends may be cut off by the shape.
+        crc32: CRC-32 of the C-ordered little-endian bytes of each chunk, in C order of the grid.
+        writers: process of the trainer that wrote each chunk; empty where the first wrote all.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     chunks: tuple[int, ...]
-    crc32: int
+    crc32: tuple[int, ...]
+    writers: tuple[int, ...] = ()
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Chunks along each axis."""
+        return tuple(-(-n // chunk) for n, chunk in zip(self.shape, self.chunks, strict=True))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number."""
+        return 2 if self.dtype == "bfloat16" else 4
+
+    def writer(self, index: int) -> int:
+        """Process that wrote chunk `index`."""
+        return self.writers[index] if self.writers else 0
+
+    def box(self, index: int) -> Box:
+        """Place of chunk `index` in the tensor."""
+        at = np.unravel_index(index, self.grid) if self.grid else ()
+        return tuple(
+            slice(int(i) * chunk, min((int(i) + 1) * chunk, n))
+            for i, chunk, n in zip(at, self.chunks, self.shape, strict=True)
+        )
+
+    def covering(self, box: Box) -> Iterator[int]:
+        """Indices of the chunks that hold some of a box."""
+        ranges = [range(s.start // c, -(-s.stop // c)) for s, c in zip(box, self.chunks, strict=True)]
+        for at in itertools.product(*ranges):
+            yield int(np.ravel_multi_index(at, self.grid)) if at else 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +95,8 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over names, shapes, dtypes and checksums: equal exactly when the content is (up to CRC-32)."""
-        rows = [(name, e.shape, e.dtype, e.crc32) for name, e in sorted(self.tensors.items())]
+        """SHA-256 over names, shapes, dtypes, chunks, checksums: equal when content and layout are (up to CRC-32)."""
+        rows = [(name, e.shape, e.dtype, e.chunks, e.crc32) for name, e in sorted(self.tensors.items())]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
@@ -75,24 +121,44 @@ def checksum(array: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
 
 
-def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Chunks of at most MAX_CHUNK_BYTES, cut along the first axis into 2, 4, 8... equal parts where it divides.
+def whole(shape: tuple[int, ...]) -> Box:
+    """The box that is all of a tensor."""
+    return tuple(slice(0, n) for n in shape)
 
-    Powers of two, so that chunks fall onto the cuts of tensor-parallel readers.
+
+def cut_axis(name: str) -> int:
+    """Axis along which tensor-parallel readers cut a tensor of this Hugging Face name."""
+    return 1 if name.endswith(_ROW_PARALLEL) else 0
+
+
+def chunk_shape(
+    shape: tuple[int, ...], itemsize: int, axis: int = 0, shard: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """Chunks of at most MAX_CHUNK_BYTES, cut along one axis into 2, 4, 8... equal parts where it divides.
+
+    At least READER_CUTS parts where none is smaller than MIN_CHUNK_BYTES: powers of two, so that chunks fall onto the
+    cuts of tensor-parallel readers.
+
+    Args:
+        axis: along which the readers cut.
+        shard: shape of the shards in which the writers hold the tensor; no chunk then lies in two of them.
     """
     if not shape or 0 in shape:
         return tuple(max(n, 1) for n in shape)
-    rows, row_bytes = shape[0], itemsize * int(np.prod(shape[1:], dtype=np.int64))
-    while rows % 2 == 0 and rows * row_bytes > MAX_CHUNK_BYTES:
-        rows //= 2
-    return (rows, *shape[1:])
+    chunks, parts = list(shape), 1
+    size = itemsize * math.prod(shape)
+    while chunks[axis] % 2 == 0 and (size > MAX_CHUNK_BYTES or (parts < READER_CUTS and size // 2 >= MIN_CHUNK_BYTES)):
+        chunks[axis], size, parts = chunks[axis] // 2, size // 2, parts * 2
+    if shard is not None:
+        chunks = [math.gcd(chunk, held) for chunk, held in zip(chunks, shard, strict=True)]
+    return tuple(chunks)
 
 
-def array_spec(folder: pathlib.Path, name: str, entry: Entry) -> dict[str, Any]:
-    """TensorStore spec of one tensor of a version folder; it states the metadata, so that a mismatch is an error."""
+def array_spec(folder: pathlib.Path, name: str, entry: Entry, writer: int = 0) -> dict[str, Any]:
+    """TensorStore spec of one tensor as one process wrote it; it states the metadata: a mismatch is an error."""
     return {
         "driver": "zarr3",
-        "kvstore": {"driver": "ocdbt", "base": f"file://{folder.absolute()}/{TENSORS}/", "path": f"{name}/"},
+        "kvstore": {"driver": "ocdbt", "base": f"file://{folder.absolute()}/{TENSORS}/{writer}/", "path": f"{name}/"},
         "metadata": {
             "data_type": entry.dtype,
             "shape": list(entry.shape),
@@ -121,10 +187,13 @@ def read(folder: pathlib.Path) -> Manifest:
         if raw["format"] != FORMAT:
             raise ValueError(f"{path}: format {raw['format']!r}, this reader knows {FORMAT!r}")
         tensors = {
-            name: Entry(shape=tuple(e["shape"]), dtype=e["dtype"], chunks=tuple(e["chunks"]), crc32=e["crc32"])
+            name: Entry(**{field: v if field == "dtype" else tuple(v) for field, v in e.items()})
             for name, e in raw["tensors"].items()
         }
         manifest = Manifest(version=raw["version"], parent=raw["parent"], tensors=tensors)
+        lengths = {name: math.prod(e.grid) - len(e.crc32) for name, e in tensors.items()}
+        if any(lengths.values()):
+            raise ValueError(f"{path}: checksums are missing; publish this version again")
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: not a weight manifest ({error!r}); publish this version again") from error
     if raw.get("digest") != manifest.digest:
