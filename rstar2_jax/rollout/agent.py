@@ -4,10 +4,12 @@ Ids only: what the engine sampled is appended as it is and trained on; what the 
 replies, the start of the next assistant turn) has mask 0 and no log-probability. Text is decoded from a turn's sampled
 ids for reading its calls and is never encoded again.
 
-Every wait has the deadline of the settings, and an error names what was waited for. A fault of ours ends the episode
-as LOST, with the finished turns kept and a Fault reported; so does a call that the infrastructure failed.
+Every wait but that for room in an engine has the deadline of the settings, and an error names what was waited for. A
+fault of ours ends the episode as LOST, with the finished turns kept and a Fault reported; so does a call that the
+infrastructure failed.
 
-Deliberately not here: grading, the choice among engines, repeated attempts at a lost turn, and history editing.
+Deliberately not here: grading, the choice among engines and repeated attempts at a lost turn (pool.py), and history
+editing.
 
 Source: rStar2-Agent paper, multi-turn rollout with a Python environment. Deviations: seeds for each turn, replies for
 refused and malformed calls, and a tool turn that does not fit is left out as a whole.
@@ -22,18 +24,35 @@ import hashlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from rstar2_jax.data import chat as chat_room
-from rstar2_jax.rollout.engine import EngineError, Generation, Request, RolloutEngine, Sampling
+from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Request, Sampling
 from rstar2_jax.settings import Rollout
 from rstar2_jax.tools import parse, protocol
 from rstar2_jax.types import CallStatus, FinishReason, Prompt, StopReason, ToolCall, ToolResult, Trajectory, Turn
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+
+class Seat(Protocol):
+    """Where an episode samples its turns: a place in a pool of engines (seat.py)."""
+
+    @property
+    def caps(self) -> Caps:
+        """Of the engine behind it."""
+        ...
+
+    async def ready(self) -> None:
+        """Return when there is room for the episode; raises EngineError when there never will be."""
+        ...
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample one turn."""
+        ...
 
 
 class DeadlineError(RuntimeError):
@@ -68,7 +87,7 @@ _OURS = frozenset({CallStatus.INFRA, CallStatus.REJECTED})
 class _Episode:
     """What one running episode knows."""
 
-    engine: RolloutEngine
+    engine: Seat
     chat: chat_room.Chat
     tools: protocol.Registry
     prompt: Prompt
@@ -132,7 +151,7 @@ def repeat_call_frac(trajectory: Trajectory) -> float:
 
 
 async def run_episode(
-    engine: RolloutEngine,
+    engine: Seat,
     chat: chat_room.Chat,
     tools: protocol.Registry,
     prompt: Prompt,
@@ -204,6 +223,7 @@ async def _run(episode: _Episode) -> StopReason:
 async def _generate(episode: _Episode) -> Generation:
     """The next turn from the engine, checked."""
     settings = episode.settings
+    await episode.engine.ready()  # without a deadline: a full engine is no fault
     limit = remaining_tokens(settings, episode.turns)
     request = Request(
         rid=episode.rid,

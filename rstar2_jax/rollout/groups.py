@@ -24,8 +24,7 @@ from typing import Any, TypeVar
 from rstar2_jax import settings
 from rstar2_jax.data import chat as chat_room
 from rstar2_jax.reward import outcome, quality
-from rstar2_jax.rollout import agent
-from rstar2_jax.rollout.engine import RolloutEngine
+from rstar2_jax.rollout import agent, pool
 from rstar2_jax.tools import protocol
 from rstar2_jax.types import Group, Prompt, Trajectory
 
@@ -71,13 +70,13 @@ class Sampler:
     """All that stays the same from step to step.
 
     Args:
-        engine, chat, tools: what episodes run with.
+        engine, chat, tools: what episodes run with; the engine is a pool, be it of one.
         grader: sandbox client.
         rollout, roc: settings.
         seed: of the run.
     """
 
-    engine: RolloutEngine
+    engine: pool.Pool
     chat: chat_room.Chat
     tools: protocol.Registry
     grader: outcome.Verifier
@@ -157,16 +156,22 @@ async def sample_group(
 
     async def one(index: int) -> tuple[Trajectory, quality.Penalties, list[agent.Fault]]:
         faults: list[agent.Fault] = []
-        trajectory = await agent.run_episode(
-            sampler.engine,
-            sampler.chat,
-            sampler.tools,
-            prompt,
-            sample_index=index,
-            seed=agent.episode_seed(sampler.seed, step, prompt.id, index),
-            settings=sampler.rollout,
-            on_fault=faults.append,
-        )
+        async with sampler.engine.seat(
+            f"{step}/{prompt.id}/{index}",
+            family=prompt.id,
+            prompt_tokens=len(sampler.chat.prompt_ids(prompt.question)),
+            budget_tokens=sampler.rollout.max_response_tokens,
+        ) as seat:
+            trajectory = await agent.run_episode(
+                seat,
+                sampler.chat,
+                sampler.tools,
+                prompt,
+                sample_index=index,
+                seed=agent.episode_seed(sampler.seed, step, prompt.id, index),
+                settings=sampler.rollout,
+                on_fault=faults.append,
+            )
         decode = sampler.chat.tokenizer.decode
         (graded,) = await outcome.grade_trajectories(
             sampler.grader, decode, [trajectory], [prompt], deadline_s=sampler.rollout.deadline_s

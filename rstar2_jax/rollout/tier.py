@@ -14,8 +14,8 @@ from rstar2_jax import settings
 from rstar2_jax.data import chat as chats
 from rstar2_jax.data import files
 from rstar2_jax.reward import outcome
-from rstar2_jax.rollout import jax_engine
-from rstar2_jax.rollout.engine import Request, RolloutEngine, Sampling
+from rstar2_jax.rollout import jax_engine, pool
+from rstar2_jax.rollout.engine import Request, Sampling
 from rstar2_jax.tools import cluster, protocol, python
 from rstar2_jax.types import Prompt
 
@@ -24,7 +24,7 @@ from rstar2_jax.types import Prompt
 class Tier:
     """What episodes run with: engine, chat protocol, tools, grader, and the digest of the rules that it grades by."""
 
-    engine: RolloutEngine
+    engine: pool.Pool
     chat: chats.Chat
     tools: protocol.Registry
     grader: cluster.Client
@@ -86,5 +86,6 @@ async def open_tier(
             context_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
             prefill_chunk_tokens=rollout.prefill_chunk_tokens,
         )
-        stack.push_async_callback(engine.close)
-        yield Tier(engine=engine, chat=chat, tools=tools, grader=client, rules=digest)
+        engines = pool.Pool([engine], report=report)
+        stack.push_async_callback(engines.close)
+        yield Tier(engine=engines, chat=chat, tools=tools, grader=client, rules=digest)

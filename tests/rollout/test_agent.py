@@ -58,6 +58,9 @@ class ScriptedEngine:
         self.turns = [tokenizer.encode(turn) if isinstance(turn, str) else turn for turn in turns]
         self.requests = []
 
+    async def ready(self):
+        """There is always room."""
+
     async def generate(self, request):
         self.requests.append(request)
         turn = self.turns[len(self.requests) - 1]

@@ -9,7 +9,7 @@ import pytest
 
 from rstar2_jax import settings
 from rstar2_jax.data import files
-from rstar2_jax.rollout import agent, engine, groups
+from rstar2_jax.rollout import agent, engine, groups, pool
 from rstar2_jax.tools import protocol, python
 from rstar2_jax.types import FinishReason, Prompt, StopReason, Verdict
 from rstar2_sandbox import client as sandbox_client
@@ -40,6 +40,9 @@ class Script:
 
     def __init__(self, tokenizer, *scripts):
         self.tokenizer, self.scripts = tokenizer, scripts
+
+    async def ready(self):
+        """There is always room."""
 
     async def generate(self, request):
         _, sample, turn = re.fullmatch(r"(.*)/(\d+)/(\d+)-[0-9a-f]{8}", request.rid).groups()
@@ -115,7 +118,7 @@ def test_a_step_of_groups_is_sampled_executed_and_graded_and_gives_the_same_agai
 
     async def use(client):
         sampler = groups.Sampler(
-            engine=Script(chat.tokenizer, right, wrong),
+            engine=pool.Pool([Script(chat.tokenizer, right, wrong)], pool.Policy(probe_s=0)),
             chat=chat,
             tools=protocol.Registry([python.PythonTool(client, TOOL, LIMITS)]),
             grader=client,

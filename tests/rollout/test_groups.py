@@ -10,7 +10,7 @@ import pytest
 
 from rstar2_jax import settings
 from rstar2_jax.data import files
-from rstar2_jax.rollout import engine, groups
+from rstar2_jax.rollout import engine, groups, pool
 from rstar2_jax.tools import protocol
 from rstar2_jax.types import CallStatus, FinishReason, Prompt, StopReason, ToolResult, Verdict
 from rstar2_sandbox import protocol as sandbox_protocol
@@ -99,7 +99,7 @@ def chat():
 
 def make_sampler(chat, *, rollout=ROLLOUT, roc=ROC, hurry=0, drop=(), broken=(), seed=5):
     return groups.Sampler(
-        engine=SeededEngine(chat.tokenizer, hurry, drop),
+        engine=pool.Pool([SeededEngine(chat.tokenizer, hurry, drop)], pool.Policy(probe_s=0)),
         chat=chat,
         tools=protocol.Registry([EchoTool()]),
         grader=BoxReader(broken),
@@ -185,7 +185,7 @@ def test_a_prompt_met_twice_in_one_step_is_not_sampled_twice_the_same(chat):
 def make_and_keep(chat, prompt):
     sampler = make_sampler(chat)
     collect(sampler, lambda offset, count: [prompt] * count)
-    return sampler.engine.seen
+    return sampler.engine.engine(0).seen
 
 
 def test_groups_with_equal_outcomes_are_set_aside_and_replaced_by_further_prompts(chat):
@@ -278,7 +278,7 @@ def test_cancelling_a_step_leaves_no_task_behind(chat):
     async def cancel_midway():
         sampler = make_sampler(chat, drop=("p",))
         task = asyncio.create_task(groups.collect(sampler, draw_rates(50), step=0))
-        while len(sampler.engine.seen) < 24:
+        while len(sampler.engine.engine(0).seen) < 24:
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -1,0 +1,230 @@
+"""Which engine takes which rollout, by free KV tokens: the scheduler's decisions as plain state without clock or I/O.
+
+An engine is given a rollout when its free KV tokens cover the prompt and what the rollout is expected to append:
+
+    need(rollout) = prompt + min(budget, max(used + margin, q-quantile of finished responses))
+    free(engine)  = capacity - sum of what its rollouts have reserved: their need when they came, and more as they grow
+
+Waiting rollouts form one first-come-first-served queue: where the head fits nowhere, nobody passes it. Of the engines
+with room a rollout takes its home (where it ran before), else one that holds its prompt's siblings (they share the
+prefix), else the one with most free tokens; ties go to the one with fewer rollouts, then to the lower index. Affinity
+ends where an engine is full or down.
+
+Every change is an explicit call and every answer a plain value, so that the asyncio driver (pool.py) and the event
+simulation (benchmarks/scheduler_sim.py) run the same decisions.
+
+Source: rStar2-Agent paper, load-balanced rollout scheduler by KV capacity. Deviation: the expected length in place of
+the longest one, which the paper leaves open; `quantile` = 1 before anything has finished is the longest one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+_MARGIN_TOKENS = 64  # what a rollout that outgrew its expectation is expected to append still
+_MOST_LENGTHS = 4096  # finished rollouts that the estimate remembers
+
+
+class Lengths:
+    """A running upper quantile of finished response lengths.
+
+    Args:
+        quantile: in (0, 1].
+        least: finished rollouts before the estimate is used; the short ones finish first, so few say too little.
+    """
+
+    def __init__(self, quantile: float, least: int = 32) -> None:
+        if not 0 < quantile <= 1:
+            raise ValueError(f"quantile = {quantile}: must be in (0, 1]; 1 reserves the longest length seen")
+        self._quantile, self._least = quantile, least
+        self._order: collections.deque[int] = collections.deque()
+        self._sorted: list[int] = []
+
+    def add(self, tokens: int) -> None:
+        """A rollout has ended with so many response tokens."""
+        self._order.append(tokens)
+        bisect.insort(self._sorted, tokens)
+        if len(self._order) > _MOST_LENGTHS:
+            self._sorted.pop(bisect.bisect_left(self._sorted, self._order.popleft()))
+
+    def expected(self, budget: int) -> int:
+        """Tokens to reserve for a response of at most `budget`; the budget itself until enough have ended."""
+        if len(self._sorted) < self._least:
+            return budget
+        place = min(len(self._sorted) - 1, int(self._quantile * len(self._sorted)))
+        return min(budget, self._sorted[place])
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class Rollout:
+    """One rollout as the scheduler sees it.
+
+    Args:
+        name: unlike any other's.
+        family: rollouts of one prompt share it.
+        prompt_tokens, budget_tokens: length of the prompt, most tokens after it.
+        used_tokens: appended so far.
+        reserved_tokens: KV tokens set aside for it on its engine.
+        engine: index of the engine that holds it, None while it waits.
+        home: index of the engine that held it last.
+    """
+
+    name: str
+    family: str
+    prompt_tokens: int
+    budget_tokens: int
+    used_tokens: int = 0
+    reserved_tokens: int = 0
+    engine: int | None = None
+    home: int | None = None
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Engine:
+    capacity_tokens: int
+    reserved_tokens: int = 0
+    is_up: bool = True
+    rollouts: dict[str, Rollout] = dataclasses.field(default_factory=dict)
+    families: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def take(self, rollout: Rollout, need: int) -> None:
+        self.rollouts[rollout.name] = rollout
+        self.families[rollout.family] += 1
+        self.reserve(rollout, need)
+
+    def reserve(self, rollout: Rollout, tokens: int) -> None:
+        self.reserved_tokens += tokens - rollout.reserved_tokens
+        rollout.reserved_tokens = tokens
+
+    def drop(self, rollout: Rollout) -> None:
+        del self.rollouts[rollout.name]
+        self.families[rollout.family] -= 1
+        self.reserve(rollout, 0)
+
+
+class Balancer:
+    """The queue and the engines' books.
+
+    Args:
+        capacities: KV tokens of each engine.
+        quantile: of finished lengths that a rollout is expected to reach; None always reserves the whole budget.
+        longest_first: order the queue by tokens used so far, most first, instead of by arrival: rollouts that were put
+            off are the long ones, and a step ends with its longest.
+    """
+
+    def __init__(
+        self, capacities: Sequence[int], *, quantile: float | None = 0.9, longest_first: bool = False
+    ) -> None:
+        if not capacities or min(capacities) < 1:
+            raise ValueError(f"capacities = {list(capacities)}: needs at least one engine, each with KV tokens")
+        self._engines = [_Engine(capacity_tokens=tokens) for tokens in capacities]
+        self._lengths = Lengths(quantile) if quantile is not None else None
+        self._longest_first = longest_first
+        self._waiting: collections.deque[Rollout] = collections.deque()
+
+    @property
+    def waiting(self) -> int:
+        """Rollouts in the queue."""
+        return len(self._waiting)
+
+    def held(self, engine: int) -> list[str]:
+        """Names of the rollouts on an engine."""
+        return list(self._engines[engine].rollouts)
+
+    def free(self, engine: int) -> int:
+        """KV tokens of an engine that nothing is expected to use; below 0 where rollouts outgrew their expectation."""
+        it = self._engines[engine]
+        return it.capacity_tokens - it.reserved_tokens
+
+    def need(self, rollout: Rollout) -> int:
+        """KV tokens that a rollout is expected to reach."""
+        budget = rollout.budget_tokens
+        expected = self._lengths.expected(budget) if self._lengths else budget
+        return rollout.prompt_tokens + min(budget, max(expected, rollout.used_tokens + _MARGIN_TOKENS))
+
+    def submit(self, rollout: Rollout, *, first: bool = False) -> None:
+        """Put a rollout into the queue; `first` for one that was taken off an engine and must not lose its turn.
+
+        Raises:
+            ValueError: it could fit no engine, even alone.
+        """
+        longest = rollout.prompt_tokens + rollout.budget_tokens
+        most = max(engine.capacity_tokens for engine in self._engines)
+        if longest > most:
+            raise ValueError(
+                f"rollout {rollout.name} may reach {longest} tokens, the largest engine holds {most}: lower the "
+                "budgets or give the engines more KV memory"
+            )
+        rollout.engine = None
+        (self._waiting.appendleft if first else self._waiting.append)(rollout)
+
+    def place(self) -> list[tuple[Rollout, int]]:
+        """(rollout, engine) for every rollout that leaves the queue now, in its order."""
+        placed = []
+        if self._longest_first:
+            self._waiting = collections.deque(sorted(self._waiting, key=lambda r: -r.used_tokens))
+        while self._waiting:
+            engine = self._choose(self._waiting[0])
+            if engine is None:
+                break
+            rollout = self._waiting.popleft()
+            rollout.engine = rollout.home = engine
+            self._engines[engine].take(rollout, self.need(rollout))
+            placed.append((rollout, engine))
+        return placed
+
+    def grow(self, rollout: Rollout, used_tokens: int) -> None:
+        """A rollout has now appended so many tokens; what is set aside for it grows where it outgrows that."""
+        rollout.used_tokens = used_tokens
+        if rollout.engine is not None:
+            least = rollout.prompt_tokens + min(rollout.budget_tokens, used_tokens + _MARGIN_TOKENS)
+            self._engines[rollout.engine].reserve(rollout, max(rollout.reserved_tokens, least))
+
+    def release(self, rollout: Rollout, *, ended: bool) -> None:
+        """Take a rollout off its engine, or out of the queue; a second call has no effect.
+
+        Args:
+            ended: it is done, and its length says something about the others'.
+        """
+        if rollout.engine is None:
+            if rollout in self._waiting:
+                self._waiting.remove(rollout)
+            return
+        self._engines[rollout.engine].drop(rollout)
+        rollout.engine = None
+        if ended and self._lengths:
+            self._lengths.add(rollout.used_tokens)
+
+    def take_down(self, engine: int) -> list[Rollout]:
+        """Give an engine nothing more; its rollouts, taken off it, in the order of their arrival there."""
+        it = self._engines[engine]
+        it.is_up = False
+        moved = list(it.rollouts.values())
+        for rollout in moved:
+            it.drop(rollout)
+            rollout.engine = rollout.home = None
+        return moved
+
+    def bring_up(self, engine: int) -> None:
+        """An engine takes rollouts again."""
+        self._engines[engine].is_up = True
+
+    @property
+    def up(self) -> list[int]:
+        """Indices of the engines that take rollouts."""
+        return [index for index, engine in enumerate(self._engines) if engine.is_up]
+
+    def _choose(self, rollout: Rollout) -> int | None:
+        need = self.need(rollout)
+        open_to = {index: free for index in self.up if (free := self.free(index)) >= need}
+        if rollout.home in open_to:
+            return rollout.home
+
+        def rank(index: int) -> tuple[bool, int, int, int]:
+            engine = self._engines[index]
+            return not engine.families[rollout.family], -open_to[index], len(engine.rollouts), index
+
+        return min(open_to, key=rank, default=None)

@@ -1,0 +1,356 @@
+"""Many engines as one: rollouts are seated by free KV tokens, and moved when their engine dies or stands still.
+
+A seat (seat.py) waits in the queue of balance.py until an engine has room, sends its turns there and gives the place
+back on every exit. An engine that fails, does not answer or makes no progress is taken down: its rollouts go to the
+front of the queue, and a turn in flight is sampled again elsewhere with the same seed, so that on engines that are
+`seeded` the result is the one that was lost. Each engine has a task that looks after it and brings it back, with the
+current weights, once it answers again.
+
+Waiting for room has no deadline, since it says nothing about any engine. It ends with an error when no engine has been
+in service for as long as an engine may stand still.
+
+Deliberately not here: the decisions (balance.py), processes (fleet.py), and trajectories (agent.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+import numpy as np
+
+from rstar2_jax.rollout import balance, watch
+from rstar2_jax.rollout import seat as seats
+from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Load, PauseMode, Request, RolloutEngine
+
+_MOST_STRIKES = 3  # failed turns or unanswered probes in a row
+_FEWEST_PROBE_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """How rollouts are spread over engines.
+
+    Args:
+        quantile: of finished lengths that a rollout is expected to reach; None reserves its whole budget.
+        longest_first: rollouts that have come furthest leave the queue first.
+        keep_place: a rollout keeps its KV tokens while its tools run; otherwise it queues again after each turn.
+        rolling: update engine by engine instead of all at once.
+        probe_s: seconds between two looks at an engine; 0 never looks.
+        progress_s: an engine with work that gives no sign of it for so long is taken down.
+    """
+
+    quantile: float | None = 0.9
+    longest_first: bool = False
+    keep_place: bool = True
+    rolling: bool = False
+    probe_s: float = 5.0
+    progress_s: float = 120.0
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Counts:
+    """Since the pool was made: rollouts seated and moved, engines taken down and brought back, seconds in the queue."""
+
+    seated: int = 0
+    moved: int = 0
+    taken_down: int = 0
+    brought_back: int = 0
+    queue_s: float = 0.0
+
+
+class Pool:
+    """A RolloutEngine over replicas of one model.
+
+    Args:
+        engines: the replicas, at least one; closed with the pool.
+        policy: see Policy.
+        report: receives one line for each engine that is taken down or brought back.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        policy: Policy = Policy(),
+        *,
+        report: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        if not engines:
+            raise ValueError("a pool needs at least one engine")
+        self._engines, self._policy, self._report = list(engines), policy, report
+        self.counts = Counts()
+        self._balancer = balance.Balancer(
+            [engine.caps.kv_tokens for engine in engines],
+            quantile=policy.quantile,
+            longest_first=policy.longest_first,
+        )
+        self._seats: dict[str, seats.Seat] = {}
+        self._watchers: list[asyncio.Task[None]] = []
+        self._weights: tuple[str, int] | None = None
+        self._quiet = 0  # updates and pauses under way: engines owe no progress meanwhile
+        self._strikes = [0] * len(engines)
+        self._turns = [0] * len(engines)
+        self._last_up_s = 0.0
+
+    @property
+    def caps(self) -> Caps:
+        """What a rollout may rely on wherever it is seated; kv_tokens of all engines together."""
+        each = [engine.caps for engine in self._engines]
+        return Caps(
+            name=each[0].name if len(each) == 1 else f"pool of {len(each)}",
+            vocab_size=min(caps.vocab_size for caps in each),
+            max_context_tokens=min(caps.max_context_tokens for caps in each),
+            kv_tokens=sum(caps.kv_tokens for caps in each),
+            spans=all(caps.spans for caps in each),
+            seeded=all(caps.seeded for caps in each),
+        )
+
+    @property
+    def weights_version(self) -> int:
+        """The oldest version that an engine in service samples from; -1 before the first update."""
+        return min((self._engines[i].weights_version for i in self._balancer.up), default=-1)
+
+    @property
+    def versions_in_use(self) -> set[int]:
+        """Versions that any engine holds, in service or not: their files must stay."""
+        return {engine.weights_version for engine in self._engines}
+
+    @property
+    def up(self) -> list[str]:
+        """Names of the engines in service."""
+        return [self._engines[i].caps.name for i in self._balancer.up]
+
+    def engine(self, index: int) -> RolloutEngine:
+        """A replica by its index."""
+        return self._engines[index]
+
+    @contextlib.asynccontextmanager
+    async def seat(
+        self, name: str, *, family: str, prompt_tokens: int, budget_tokens: int
+    ) -> AsyncIterator[seats.Seat]:
+        """A place for one rollout, in the queue or at an engine, given back on every exit.
+
+        Args:
+            name: of the rollout, unlike any other's in flight.
+            family: shared by the rollouts of one prompt.
+            prompt_tokens, budget_tokens: length of the prompt, and most tokens after it.
+
+        Raises:
+            ValueError: no engine could ever hold it, or the name is taken.
+        """
+        if name in self._seats:
+            raise ValueError(f"rollout {name!r} has a seat already: names must differ")
+        self._look_after()
+        rollout = balance.Rollout(name=name, family=family, prompt_tokens=prompt_tokens, budget_tokens=budget_tokens)
+        seat = seats.Seat(self, rollout)
+        self._seats[name] = seat
+        ended = False
+        try:
+            self.queue(seat)
+            yield seat
+            ended = True
+        finally:
+            del self._seats[name]
+            self._balancer.release(rollout, ended=ended)
+            self._place()
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample one turn in a seat of its own."""
+        sizes = {"prompt_tokens": len(request.prompt_ids), "budget_tokens": request.sampling.max_new_tokens}
+        async with self.seat(f"one/{request.rid}", family="", **sizes) as seat:
+            return await seat.generate(request)
+
+    async def score(self, token_ids: Sequence[int]) -> np.ndarray:
+        """f32[n] by the first engine in service."""
+        return await self._engines[self._in_service()[0]].score(token_ids)
+
+    async def load(self) -> Load:
+        """The loads of the engines in service added up; rollouts in the queue wait as well."""
+        loads = [await self._engines[i].load() for i in self._balancer.up]
+        return Load(
+            kv_tokens_used=sum(load.kv_tokens_used for load in loads),
+            kv_tokens_free=sum(load.kv_tokens_free for load in loads),
+            running=sum(load.running for load in loads),
+            waiting=sum(load.waiting for load in loads) + self._balancer.waiting,
+        )
+
+    async def alive(self) -> bool:
+        """Whether any engine is in service."""
+        return bool(self._balancer.up)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Pause every engine in service."""
+        self._quiet += 1
+        await self._each(lambda engine: engine.pause(mode))
+
+    async def resume(self) -> None:
+        """Resume every engine in service."""
+        self._quiet = max(0, self._quiet - 1)
+        await self._each(lambda engine: engine.resume())
+
+    async def abort(self, rid: str | None = None) -> None:
+        """Abort one request, or all, on every engine in service."""
+        await self._each(lambda engine: engine.abort(rid))
+
+    async def flush(self) -> None:
+        """Forget cached prefixes on every engine in service."""
+        await self._each(lambda engine: engine.flush())
+
+    async def update_weights(self, root: str, version: int) -> None:
+        """Bring every engine in service to the version; one that cannot follow is taken down.
+
+        Raises:
+            EngineError: none could follow; names the first reason.
+        """
+        self._weights = root, version
+        self._quiet += 1
+        try:
+            await self._each(lambda engine: engine.update_weights(root, version), rolling=self._policy.rolling)
+        finally:
+            self._quiet -= 1
+
+    async def verify(self, root: str, version: int) -> None:
+        """Prove the version on every engine in service; one that has other weights is taken down."""
+        await self._each(lambda engine: engine.verify(root, version))
+
+    async def close(self) -> None:
+        """Stop looking after the engines, then close every one."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*(engine.close() for engine in self._engines))
+
+    # What seats ask for.
+
+    def queue(self, seat: seats.Seat) -> None:
+        """Put a seat's rollout at the end of the queue."""
+        seat.queued_at = asyncio.get_running_loop().time()
+        self._balancer.submit(seat.rollout)
+        if not self._balancer.up:
+            self._none_left()
+        self._place()
+
+    def turn_done(self, seat: seats.Seat, used_tokens: int) -> None:
+        """A turn has ended well: the rollout holds so many tokens after its prompt now."""
+        index = seat.rollout.engine
+        if index is None:
+            return
+        self._turns[index] += 1
+        self._strikes[index] = 0
+        self._balancer.grow(seat.rollout, used_tokens)
+        if not self._policy.keep_place:
+            self._balancer.release(seat.rollout, ended=False)
+            seat.lose_place(queued=False)
+            self._place()
+
+    async def turn_failed(self, index: int, error: EngineError) -> None:
+        """A turn has failed at an engine, which is taken down unless it answers and has failed few times in a row."""
+        self._strikes[index] += 1
+        alive = await watch.answers(self._engines[index], self._limit_s())
+        if not alive or self._strikes[index] >= _MOST_STRIKES:
+            self._take_down(index, str(error))
+
+    # Engines come and go.
+
+    def _take_down(self, index: int, reason: str) -> None:
+        if index not in self._balancer.up:
+            return
+        self._last_up_s = asyncio.get_running_loop().time()
+        moved = self._balancer.take_down(index)
+        self._strikes[index] = 0
+        self.counts.taken_down += 1
+        self.counts.moved += len(moved)
+        self._report(f"! engine {self._engines[index].caps.name} is taken down ({reason}); {len(moved)} rollouts move")
+        for rollout in reversed(moved):
+            self._balancer.submit(rollout, first=True)
+            self._seats[rollout.name].lose_place(queued=True)
+        self._place()
+        if not self._balancer.up:
+            self._none_left()
+
+    def _none_left(self) -> None:
+        """End all waiting when no engine has been in service for too long, or none can come back."""
+        waited = asyncio.get_running_loop().time() - self._last_up_s
+        if self._policy.probe_s == 0 or waited > self._policy.progress_s:
+            error = EngineError(f"none of {len(self._engines)} engines is in service since {waited:.0f} s")
+            for seat in self._seats.values():
+                seat.fail(error)
+
+    async def _bring_back(self, index: int) -> None:
+        engine = self._engines[index]
+        try:
+            if self._weights is not None:
+                await engine.update_weights(*self._weights)
+        except EngineError as error:
+            self._report(f"! engine {engine.caps.name} answers again, but does not take weights: {error}")
+            return
+        self._balancer.bring_up(index)
+        self.counts.brought_back += 1
+        self._report(f"engine {engine.caps.name} is back with weights {engine.weights_version}")
+        self._place()
+
+    def _place(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for rollout, index in self._balancer.place():
+            seat = self._seats[rollout.name]
+            self.counts.seated += 1
+            self.counts.queue_s += now - seat.queued_at
+            seat.sit(index)
+
+    def _in_service(self) -> list[int]:
+        if not self._balancer.up:
+            raise EngineError(f"none of {len(self._engines)} engines is in service")
+        return self._balancer.up
+
+    async def _each(self, act: Callable[[RolloutEngine], Awaitable[None]], *, rolling: bool = False) -> None:
+        failures: list[EngineError] = []
+
+        async def one(index: int) -> None:
+            try:
+                await act(self._engines[index])
+            except EngineError as error:
+                failures.append(error)
+                self._take_down(index, str(error))
+
+        up = self._in_service()
+        if rolling:
+            for index in up:
+                await one(index)
+        else:
+            await asyncio.gather(*(one(index) for index in up))
+        if len(failures) == len(up):
+            raise EngineError(f"none of {len(up)} engines could: {failures[0]}") from failures[0]
+
+    def _limit_s(self) -> float:
+        return max(self._policy.probe_s, _FEWEST_PROBE_S)
+
+    def _look_after(self) -> None:
+        if not self._watchers and self._policy.probe_s > 0:
+            self._watchers = [asyncio.create_task(self._watch(index)) for index in range(len(self._engines))]
+
+    async def _watch(self, index: int) -> None:
+        """Look at one engine for ever."""
+        engine, silent = self._engines[index], 0
+        progress = watch.Progress(self._policy.progress_s)
+        while True:
+            await asyncio.sleep(self._policy.probe_s)
+            answers = await watch.answers(engine, self._limit_s())
+            silent = 0 if answers else silent + 1
+            if index not in self._balancer.up:
+                if answers:
+                    progress = watch.Progress(self._policy.progress_s)
+                    await self._bring_back(index)
+                elif not self._balancer.up:
+                    self._none_left()
+                continue
+            if silent >= _MOST_STRIKES:
+                self._take_down(index, f"no answer to {silent} probes")
+                continue
+            working = sum(seat.in_flight for seat in self._seats.values() if seat.is_at(index))
+            sign = self._turns[index], await watch.kv_tokens_used(engine, self._limit_s())
+            now = asyncio.get_running_loop().time()
+            stuck_s = progress.see(sign, now, idle=self._quiet > 0 or not working)
+            if stuck_s is not None:
+                self._take_down(index, f"no progress for {stuck_s:.0f} s with {working} turns in flight")

@@ -1,0 +1,56 @@
+"""Does an engine live, and does it get on? Two questions: a busy engine answers late, a wedged one answers at once.
+
+Deliberately not here: what follows from the answers (pool.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable
+
+from rstar2_jax.rollout.engine import EngineError, RolloutEngine
+
+
+class Progress:
+    """Notices when the signs of work stay the same although there is work.
+
+    Args:
+        limit_s: seconds without a change that are still well; they start when work starts.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._sign: Hashable = None
+        self._since: float | None = None
+
+    def see(self, sign: Hashable, now_s: float, *, idle: bool) -> float | None:
+        """Seconds without progress once they are above the limit, else None.
+
+        Args:
+            sign: anything that changes when work gets done.
+            now_s: any clock that does not go back.
+            idle: there is nothing to do, so that nothing need change.
+        """
+        if idle or self._since is None or sign != self._sign:
+            self._sign, self._since = sign, None if idle else now_s
+            return None
+        waited = now_s - self._since
+        return waited if waited > self._limit_s else None
+
+
+async def answers(engine: RolloutEngine, limit_s: float) -> bool:
+    """Whether the engine says within the limit that it lives."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await engine.alive()
+    except TimeoutError:
+        return False
+
+
+async def kv_tokens_used(engine: RolloutEngine, limit_s: float) -> int | None:
+    """Tokens in the engine's cache, a sign of its work; None where it does not say within the limit."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return (await engine.load()).kv_tokens_used
+    except (TimeoutError, EngineError):
+        return None

@@ -1,0 +1,200 @@
+"""The scheduler's decisions: the paper's check, order, affinity, growth, faults, and invariants of any history."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rstar2_jax.rollout import balance
+
+
+def rollout(name, family="p", prompt=2, budget=8):
+    return balance.Rollout(name=name, family=family, prompt_tokens=prompt, budget_tokens=budget)
+
+
+def submitted(balancer, *names, **more):
+    made = [rollout(name, **more) for name in names]
+    for one in made:
+        balancer.submit(one)
+    return made
+
+
+def where(placed):
+    return {one.name: engine for one, engine in placed}
+
+
+def test_capacities_25_and_10_take_two_and_one_requests_of_10_and_the_fourth_waits_for_a_release():
+    balancer = balance.Balancer([25, 10], quantile=None)
+    a, *_ = [submitted(balancer, name, family=name)[0] for name in "abcd"]
+    assert where(balancer.place()) == {"a": 0, "b": 0, "c": 1}
+    assert balancer.waiting == 1 and balancer.place() == []
+    balancer.release(a, ended=True)
+    assert where(balancer.place()) == {"d": 0}
+
+
+def test_nobody_passes_a_head_that_does_not_fit():
+    balancer = balance.Balancer([20], quantile=None)
+    submitted(balancer, "large", budget=16)
+    submitted(balancer, "next", budget=16)
+    submitted(balancer, "small", budget=0)
+    assert where(balancer.place()) == {"large": 0}
+    assert balancer.waiting == 2
+
+
+def test_equal_engines_under_equal_load_are_filled_evenly():
+    balancer = balance.Balancer([100] * 4, quantile=None)
+    for number in range(20):
+        submitted(balancer, f"{number}", family=f"{number}")
+    balancer.place()
+    assert [len(balancer.held(engine)) for engine in range(4)] == [5, 5, 5, 5]
+
+
+def test_samples_of_one_prompt_share_an_engine_until_it_is_full():
+    balancer = balance.Balancer([40, 40], quantile=None)
+    submitted(balancer, "a0", "a1", "a2", "a3", "a4", family="a")
+    submitted(balancer, "b0", family="b")
+    assert where(balancer.place()) == {"a0": 0, "a1": 0, "a2": 0, "a3": 0, "a4": 1, "b0": 1}
+
+
+def test_a_rollout_goes_home_even_when_another_engine_has_more_room_and_elsewhere_when_its_home_is_full_or_down():
+    balancer = balance.Balancer([30, 100], quantile=None)
+    one = rollout("one", family="one")
+    one.home = 0
+    balancer.submit(one)
+    assert where(balancer.place()) == {"one": 0}
+    balancer.release(one, ended=False)
+    submitted(balancer, "x", budget=28)[0].home = 0
+    balancer.place()
+    balancer.submit(one)
+    assert where(balancer.place()) == {"one": 1}
+    balancer.release(one, ended=False)
+    balancer.take_down(1)
+    balancer.submit(one)
+    assert balancer.place() == []
+    balancer.bring_up(1)
+    assert where(balancer.place()) == {"one": 1}
+
+
+def test_the_expectation_is_the_budget_until_enough_have_ended_and_then_their_upper_quantile():
+    lengths = balance.Lengths(0.9, least=10)
+    for tokens in range(9):
+        lengths.add(tokens)
+    assert lengths.expected(100) == 100
+    for tokens in range(9, 100):
+        lengths.add(tokens)
+    assert lengths.expected(1000) == 90 and lengths.expected(50) == 50
+
+
+def test_the_estimate_forgets_the_oldest_lengths():
+    lengths = balance.Lengths(1.0, least=1)
+    lengths.add(10_000)
+    for _ in range(balance._MOST_LENGTHS):
+        lengths.add(7)
+    assert lengths.expected(20_000) == 7
+
+
+def test_a_rollout_that_outgrows_its_expectation_takes_more_of_its_engine_and_gives_all_of_it_back():
+    balancer = balance.Balancer([1000], quantile=0.5)
+    for number in range(32):
+        (one,) = submitted(balancer, f"{number}", budget=900)
+        balancer.place()
+        balancer.grow(one, 100)
+        balancer.release(one, ended=True)
+    (one,) = submitted(balancer, "grows", budget=900)
+    balancer.place()
+    assert balancer.free(0) == 1000 - 2 - 100
+    balancer.grow(one, 500)
+    assert balancer.free(0) == 1000 - 2 - 564
+    balancer.grow(one, 890)
+    assert balancer.free(0) == 1000 - 2 - 900
+    balancer.release(one, ended=True)
+    balancer.release(one, ended=True)
+    assert balancer.free(0) == 1000
+
+
+def test_rollouts_of_an_engine_that_goes_down_come_back_in_their_order_and_go_first_where_asked():
+    balancer = balance.Balancer([20, 20], quantile=None)
+    submitted(balancer, *"abcdef", budget=8)
+    balancer.place()
+    moved = balancer.take_down(0)
+    assert [one.name for one in moved] == ["a", "b"]
+    for one in reversed(moved):
+        balancer.submit(one, first=True)
+    assert balancer.place() == [] and balancer.up == [1]
+    balancer.bring_up(0)
+    assert where(balancer.place()) == {"a": 0, "b": 0}
+
+
+def test_longest_first_serves_the_rollout_that_has_come_furthest():
+    balancer = balance.Balancer([10], quantile=None, longest_first=True)
+    (first,) = submitted(balancer, "first")
+    balancer.place()
+    waiting = submitted(balancer, "new", "old")
+    waiting[1].used_tokens = 5
+    balancer.release(first, ended=True)
+    assert where(balancer.place()) == {"old": 0}
+
+
+@pytest.mark.parametrize("capacities", [[], [0], [10, -1]])
+def test_engines_without_memory_are_refused(capacities):
+    with pytest.raises(ValueError, match="needs at least one engine"):
+        balance.Balancer(capacities)
+
+
+def test_a_rollout_that_fits_no_engine_is_refused_at_once():
+    with pytest.raises(ValueError, match="may reach 12 tokens, the largest engine holds 11"):
+        balance.Balancer([11, 5]).submit(rollout("long", prompt=2, budget=10))
+
+
+def test_a_quantile_outside_its_range_is_refused():
+    with pytest.raises(ValueError, match="quantile = 0"):
+        balance.Lengths(0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    capacities=st.lists(st.integers(20, 60), min_size=1, max_size=4),
+    seed=st.integers(0, 2**31),
+    quantile=st.sampled_from([None, 0.5, 0.9]),
+    longest_first=st.booleans(),
+)
+def test_in_any_history_no_rollout_is_lost_or_twice_and_nothing_is_placed_beyond_the_memory(
+    capacities, seed, quantile, longest_first
+):
+    rng = np.random.default_rng(seed)
+    balancer = balance.Balancer(capacities, quantile=quantile, longest_first=longest_first)
+    waiting, held, count = [], [], 0
+    for _ in range(60):
+        match rng.integers(6):
+            case 0 | 1:
+                one = rollout(f"{count}", family=f"{rng.integers(3)}", prompt=int(rng.integers(1, 6)), budget=14)
+                count += 1
+                balancer.submit(one, first=bool(rng.integers(2)))
+                waiting.append(one)
+            case 2 if held:
+                one = held[rng.integers(len(held))]
+                balancer.grow(one, min(14, one.used_tokens + int(rng.integers(8))))
+            case 3 if held:
+                balancer.release(held.pop(rng.integers(len(held))), ended=bool(rng.integers(2)))
+            case 4:
+                index = int(rng.integers(len(capacities)))
+                moved = balancer.take_down(index)
+                for one in moved:
+                    held.remove(one)
+                    balancer.submit(one)
+                    waiting.append(one)
+            case 5:
+                balancer.bring_up(int(rng.integers(len(capacities))))
+        before = {engine: balancer.free(engine) for engine in range(len(capacities))}
+        for one, engine in balancer.place():
+            assert engine in balancer.up and before[engine] >= balancer.need(one)
+            before[engine] -= one.reserved_tokens
+            waiting.remove(one)
+            held.append(one)
+        names = [name for engine in range(len(capacities)) for name in balancer.held(engine)]
+        assert sorted(names) == sorted(one.name for one in held) and balancer.waiting == len(waiting)
+    for one in [*held, *waiting]:
+        balancer.release(one, ended=False)
+    assert [balancer.free(engine) for engine in range(len(capacities))] == capacities and balancer.waiting == 0

@@ -1,0 +1,345 @@
+"""A pool of engines: seats, queue, engines that die, lie, stand still and come back; every rollout ends as its own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rstar2_jax.rollout import engine, pool, watch
+from rstar2_jax.types import FinishReason
+
+CAPS = engine.Caps(name="e", vocab_size=100, max_context_tokens=64, kv_tokens=64, seeded=True)
+FAST = pool.Policy(quantile=None, probe_s=0.02, progress_s=0.2)
+STILL = dataclasses.replace(FAST, probe_s=0)
+
+
+class Replica:
+    """A seeded engine whose ids follow from the request alone; it can be broken while it works."""
+
+    def __init__(self, name, *, kv_tokens=64, turn_s=0.01):
+        self.caps = dataclasses.replace(CAPS, name=name, kv_tokens=kv_tokens)
+        self.weights_version = -1
+        self.turn_s = turn_s
+        self.served, self.running, self.most_running = [], 0, 0
+        self.dead = self.stuck = self.silent = self.closed = False
+        self.refuses_weights = False
+        self.fails = 0
+
+    async def generate(self, request):
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            if self.fails:
+                self.fails -= 1
+                raise engine.EngineError(f"{self.caps.name} failed {request.rid}")
+            await asyncio.sleep(self.turn_s)
+            while self.stuck:
+                await asyncio.sleep(0.005)
+            if self.dead:
+                raise engine.EngineError(f"{self.caps.name} is dead")
+            self.served.append(request.rid)
+            return answer(request, self.weights_version)
+        finally:
+            self.running -= 1
+
+    async def load(self):
+        return engine.Load(kv_tokens_used=0, kv_tokens_free=64, running=self.running, waiting=0)
+
+    async def alive(self):
+        if self.silent:
+            await asyncio.Event().wait()
+        return not self.dead
+
+    async def update_weights(self, root, version):
+        if self.dead or self.refuses_weights:
+            raise engine.EngineError(f"{self.caps.name} takes no weights")
+        self.weights_version = version
+
+    async def verify(self, root, version):
+        if self.weights_version != version:
+            raise engine.EngineError(f"{self.caps.name} has {self.weights_version}")
+
+    async def close(self):
+        self.closed = True
+
+
+def answer(request, version):
+    ids = np.random.default_rng(request.seed).integers(0, 100, request.sampling.max_new_tokens).astype(np.int32)
+    return engine.Generation(
+        token_ids=ids,
+        logprobs=np.zeros(len(ids), np.float32),
+        weights_versions=np.full(len(ids), version, np.int32),
+        finish_reason=FinishReason.LENGTH,
+    )
+
+
+def request(number, turn=0, new=4, prompt=4):
+    sampling = engine.Sampling(max_new_tokens=new, stop_ids=())
+    return engine.Request(rid=f"{number}/{turn}", prompt_ids=[1] * prompt, seed=1000 * number + turn, sampling=sampling)
+
+
+async def rollout(engines, number, *, turns=3, tool_s=0.0, budget=12):
+    """All ids of one rollout of several turns."""
+    ids = []
+    async with engines.seat(f"r{number}", family=f"p{number // 4}", prompt_tokens=4, budget_tokens=budget) as seat:
+        for turn in range(turns):
+            await seat.ready()
+            made = await seat.generate(request(number, turn, prompt=4 + len(ids)))
+            ids += made.token_ids.tolist()
+            await asyncio.sleep(tool_s)
+    return ids
+
+
+def expected(number, turns=3):
+    return [i for turn in range(turns) for i in answer(request(number, turn), 0).token_ids.tolist()]
+
+
+def drive(replicas, policy, act):
+    """What `act(pool)` returns, with the lines that the pool reported."""
+
+    async def main():
+        lines = []
+        engines = pool.Pool(replicas, policy, report=lines.append)
+        try:
+            return await act(engines), engines, lines
+        finally:
+            await engines.close()
+
+    return asyncio.run(main())
+
+
+async def many(engines, count=24, **more):
+    return await asyncio.gather(*(rollout(engines, number, **more) for number in range(count)))
+
+
+def all_expected(count=24):
+    return [expected(number) for number in range(count)]
+
+
+def test_rollouts_spread_over_the_engines_never_beyond_their_memory_and_end_with_their_own_ids():
+    replicas = [Replica("a"), Replica("b", kv_tokens=32)]
+    results, engines, _ = drive(replicas, STILL, many)
+    assert results == all_expected()
+    assert replicas[0].most_running <= 4 and replicas[1].most_running <= 2  # 16 tokens each
+    assert len(replicas[0].served) > len(replicas[1].served) > 0
+    assert engines.counts.seated == 24 and engines.counts.moved == 0 and engines.counts.queue_s > 0
+    assert all(replica.closed for replica in replicas)
+
+
+def test_a_rollout_keeps_its_engine_between_turns_and_its_siblings_sit_beside_it():
+    replicas = [Replica("a", kv_tokens=640), Replica("b", kv_tokens=640)]
+    drive(replicas, STILL, many)
+    for replica in replicas:
+        families = {int(rid.split("/")[0]) // 4 for rid in replica.served}
+        assert all(sum(int(rid.split("/")[0]) // 4 == f for rid in replica.served) == 12 for f in families)
+    assert len(replicas[0].served) == len(replicas[1].served)
+
+
+def test_without_keeping_places_tools_leave_room_for_other_rollouts():
+    def longest_wait(policy):
+        replica = Replica("a", kv_tokens=16)
+
+        async def two(engines):
+            await asyncio.gather(*(rollout(engines, number, tool_s=0.05) for number in range(2)))
+            return replica.served
+
+        return drive([replica], policy, two)[0]
+
+    kept = longest_wait(STILL)
+    assert [rid[0] for rid in kept] == ["0", "0", "0", "1", "1", "1"]
+    shared = longest_wait(dataclasses.replace(STILL, keep_place=False))
+    assert [rid[0] for rid in shared] == ["0", "1", "0", "1", "0", "1"]
+
+
+def test_rollouts_of_an_engine_that_dies_in_the_middle_end_elsewhere_with_the_same_ids():
+    replicas = [Replica("a"), Replica("b")]
+
+    async def act(engines):
+        work = asyncio.create_task(many(engines))
+        await asyncio.sleep(0.03)
+        replicas[0].dead = True
+        return await work
+
+    results, engines, lines = drive(replicas, FAST, act)
+    assert results == all_expected()
+    assert engines.up == ["b"] and engines.counts.taken_down == 1 and engines.counts.moved > 0
+    assert "engine a is taken down (a is dead)" in lines[0]
+
+
+def test_an_engine_that_stands_still_but_answers_is_taken_down_after_the_progress_limit():
+    replicas = [Replica("a"), Replica("b")]
+
+    async def act(engines):
+        replicas[0].stuck = True
+        return await many(engines)
+
+    results, engines, lines = drive(replicas, FAST, act)
+    assert results == all_expected() and "no progress for 0 s with" in lines[0]
+    assert not set(replicas[0].served)
+
+
+def test_an_engine_that_answers_no_probe_is_taken_down_although_nothing_failed(monkeypatch):
+    monkeypatch.setattr(pool, "_FEWEST_PROBE_S", 0.02)
+    replicas = [Replica("a"), Replica("b")]
+
+    async def act(engines):
+        replicas[0].silent = replicas[0].stuck = True
+        return await many(engines)
+
+    results, _, lines = drive(replicas, dataclasses.replace(FAST, progress_s=30.0), act)
+    assert results == all_expected() and "no answer to 3 probes" in lines[0]
+
+
+def test_an_engine_that_comes_back_gets_the_current_weights_before_any_rollout():
+    replicas = [Replica("a"), Replica("b")]
+
+    async def act(engines):
+        await engines.update_weights("store", 1)
+        replicas[0].dead = True
+        await engines.update_weights("store", 2)
+        assert engines.up == ["b"] and engines.weights_version == 2
+        assert engines.versions_in_use == {1, 2}
+        replicas[0].dead = False
+        work = asyncio.create_task(many(engines, count=40))
+        while "a" not in engines.up:
+            await asyncio.sleep(0.01)
+        assert replicas[0].weights_version == 2
+        return await work
+
+    results, engines, lines = drive(replicas, FAST, act)
+    assert results == all_expected(40) and engines.counts.brought_back == 1
+    assert replicas[0].served and lines[-1] == "engine a is back with weights 2"
+
+
+def test_an_engine_that_lives_but_takes_no_weights_stays_out():
+    replicas = [Replica("a"), Replica("b")]
+
+    async def act(engines):
+        await engines.update_weights("store", 1)
+        replicas[0].refuses_weights = True
+        await engines.update_weights("store", 2)
+        await many(engines, count=4)
+        await asyncio.sleep(0.1)
+        return engines.up
+
+    up, _, lines = drive(replicas, FAST, act)
+    assert up == ["b"] and any("answers again, but does not take weights" in line for line in lines)
+
+
+def test_one_failed_turn_is_sampled_again_and_does_not_cost_the_engine():
+    replica = Replica("a", kv_tokens=640)
+
+    async def act(engines):
+        replica.fails = 1
+        return await many(engines, count=4)
+
+    results, engines, _ = drive([replica], FAST, act)
+    assert results == all_expected(4) and engines.counts.taken_down == 0
+
+
+def test_three_failed_turns_in_a_row_take_an_engine_down_that_still_answers():
+    replicas = [Replica("a"), Replica("b")]
+
+    async def act(engines):
+        replicas[0].fails = 10**6
+        return await many(engines, count=12)
+
+    results, engines, _ = drive(replicas, STILL, act)
+    assert results == all_expected(12) and engines.up == ["b"]
+
+
+def test_when_no_engine_is_left_every_rollout_ends_with_an_error_that_says_so():
+    replicas = [Replica("a"), Replica("b")]
+
+    async def act(engines):
+        for replica in replicas:
+            replica.dead = True
+        return await asyncio.gather(*(rollout(engines, n) for n in range(12)), return_exceptions=True)
+
+    for policy in (STILL, FAST):
+        for replica in replicas:
+            replica.dead = False
+        results, _, _ = drive(replicas, policy, act)
+        assert len(results) == 12 and all(isinstance(error, engine.EngineError) for error in results)
+        assert "none of 2 engines is in service" in str(results[-1])
+
+
+def test_rollouts_wait_for_an_engine_that_restarts_within_the_progress_limit():
+    replica = Replica("a")
+
+    async def act(engines):
+        work = asyncio.create_task(many(engines, count=8))
+        await asyncio.sleep(0.02)
+        replica.dead = True
+        await asyncio.sleep(0.08)
+        assert engines.up == []
+        replica.dead = False
+        return await work
+
+    results, engines, _ = drive([replica], dataclasses.replace(FAST, progress_s=5.0), act)
+    assert results == all_expected(8) and engines.counts.brought_back == 1
+
+
+def test_a_seat_is_given_back_on_every_exit():
+    replica = Replica("a", kv_tokens=16)
+
+    async def act(engines):
+        with pytest.raises(KeyError):
+            async with engines.seat("x", family="", prompt_tokens=4, budget_tokens=12) as seat:
+                await seat.ready()
+                raise KeyError
+        task = asyncio.create_task(rollout(engines, 0, tool_s=10.0))
+        queued = asyncio.create_task(rollout(engines, 1))
+        await asyncio.sleep(0.03)
+        for one in (queued, task):
+            one.cancel()
+        await asyncio.gather(task, queued, return_exceptions=True)
+        return await rollout(engines, 2)
+
+    assert drive([replica], STILL, act)[0] == expected(2)
+
+
+def test_a_rollout_that_no_engine_can_hold_and_a_name_that_is_taken_are_refused():
+    async def act(engines):
+        with pytest.raises(ValueError, match="may reach 70 tokens, the largest engine holds 64"):
+            await rollout(engines, 0, budget=66)
+        async with engines.seat("x", family="", prompt_tokens=4, budget_tokens=12):
+            with pytest.raises(ValueError, match="has a seat already"):
+                async with engines.seat("x", family="", prompt_tokens=4, budget_tokens=12):
+                    pass
+
+    drive([Replica("a")], STILL, act)
+    with pytest.raises(ValueError, match="at least one engine"):
+        pool.Pool([])
+
+
+def test_rolling_updates_go_engine_by_engine_and_others_all_at_once():
+    class Slow(Replica):
+        updating = 0
+        most = 0
+
+        async def update_weights(self, root, version):
+            Slow.updating += 1
+            Slow.most = max(Slow.most, Slow.updating)
+            await asyncio.sleep(0.01)
+            Slow.updating -= 1
+            self.weights_version = version
+
+    for rolling, most in ((True, 1), (False, 3)):
+        Slow.most = 0
+        drive([Slow(n) for n in "abc"], dataclasses.replace(STILL, rolling=rolling), lambda p: p.update_weights("s", 1))
+        assert Slow.most == most
+
+
+def test_progress_counts_only_while_there_is_work_and_starts_again_with_it():
+    seen = watch.Progress(10.0)
+    assert seen.see("a", 0.0, idle=False) is None
+    assert seen.see("a", 10.0, idle=False) is None
+    assert seen.see("a", 11.0, idle=False) == 11.0
+    assert seen.see("b", 12.0, idle=False) is None
+    assert seen.see("b", 30.0, idle=True) is None
+    assert seen.see("b", 40.0, idle=False) is None
+    assert seen.see("b", 51.0, idle=False) == 11.0
