@@ -21,7 +21,8 @@ def disagreements(client: Client) -> int:
 
 @contextlib.asynccontextmanager
 async def connect(run_name: str, sandbox: settings.Sandbox) -> AsyncIterator[Client]:
-    """A client of the cluster at sandbox.redis_url; for an empty address, of a private one that lives as long as the
+    """A client of the cluster at sandbox.redis_url, where whatever an earlier process of this run left, waiting or
+    running, is ended first: nobody waits for it. For an empty address, of a private one that lives as long as the
     block: its own Redis and one worker node, restarted when they die, ended with this process however it ends.
 
     Args:
@@ -29,6 +30,7 @@ async def connect(run_name: str, sandbox: settings.Sandbox) -> AsyncIterator[Cli
 
     Raises:
         RuntimeError: the private sandbox could not start; says what is missing.
+        ConnectionError: the cluster's Redis does not answer.
     """
     with contextlib.ExitStack() as stack:
         address = sandbox.redis_url
@@ -36,4 +38,6 @@ async def connect(run_name: str, sandbox: settings.Sandbox) -> AsyncIterator[Cli
             private = await asyncio.to_thread(local.start_local, slots=sandbox.slots)
             address = stack.enter_context(private).redis_url
         async with Client(address, run=run_name, queue_limit_s=sandbox.queue_limit_s) as client:
+            if sandbox.redis_url:
+                await client.advance_epoch()
             yield client

@@ -75,3 +75,52 @@ class Registry:
                 stderr=f"there is no tool named {call.name[:80]!r}; the tools are: {known}",
             )
         return await tool.run(call, key=key)
+
+
+def function_schema(
+    name: str, description: str, arguments: Mapping[str, str], required: Sequence[str]
+) -> dict[str, Any]:
+    """Function schema of a tool whose arguments are texts.
+
+    Args:
+        arguments: what each is for, by name.
+        required: names of those that must be given.
+    """
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {name: {"type": "string", "description": text} for name, text in arguments.items()},
+                "required": list(required),
+            },
+        },
+    }
+
+
+def wrong_arguments(arguments: Mapping[str, Any], *, required: Sequence[str], optional: Sequence[str] = ()) -> str:
+    """What is wrong with a call's arguments, in a sentence for the model; empty when nothing is. All are texts.
+
+    >>> wrong_arguments({"code": 1}, required=("code",))
+    "the argument 'code' must be a string, not a number"
+    """
+    known = [*required, *optional]
+    unknown = [name for name in arguments if name not in known]
+    if unknown:
+        wanted = " and ".join(map(repr, required)) + "".join(f" and, optionally, {name!r}" for name in optional)
+        verb = "arguments are" if len(known) > 1 else "only argument is"
+        return f"there is no argument {unknown[0][:40]!r}; the {verb} {wanted}"
+    for name in required:
+        if name not in arguments:
+            return f"the argument {name!r} is missing"
+    for name in known:
+        if name in arguments and not isinstance(arguments[name], str):
+            return f"the argument {name!r} must be a string, not {_kind(arguments[name])}"
+    return ""
+
+
+def _kind(value: Any) -> str:
+    kinds = {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return kinds.get(type(value), "null")

@@ -1,7 +1,7 @@
 """The Python tool: code and standard input go to the sandbox cluster, typed status and output come back.
 
 Deliberately not here: execution of any kind (the cluster's nodes do it), the wording of replies (data/chat), and state
-between calls: every call starts afresh.
+between calls (session.py): every call starts afresh.
 
 Source: rStar2-Agent paper, Python environment as a tool with standard input and output; the description's wording is
 ours.
@@ -9,20 +9,19 @@ ours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from rstar2_jax import settings
+from rstar2_jax.tools import protocol
 from rstar2_jax.types import CallStatus, ToolCall, ToolResult
-from rstar2_sandbox import protocol
-
-_ARGUMENTS = ("code", "input")
+from rstar2_sandbox import protocol as wire
 
 
 class Executor(Protocol):
     """What the tool needs of the sandbox client (rstar2_sandbox.client.Client has it)."""
 
-    async def execute(self, execution: protocol.Execution) -> protocol.Outcome:
+    async def execute(self, execution: wire.Execution) -> wire.Outcome:
         """Run one program; never raises for anything the program does."""
         ...
 
@@ -60,12 +59,7 @@ class PythonTool:
     def __init__(self, client: Executor, name: str, sandbox: settings.Sandbox) -> None:
         self._client = client
         self._name = name
-        self._limits = protocol.Limits(
-            wall_s=sandbox.run_limit_s,
-            queue_s=sandbox.queue_limit_s,
-            memory_bytes=sandbox.memory_bytes,
-            output_bytes=sandbox.output_bytes,
-        )
+        self._limits = limits_of(sandbox)
 
     @property
     def name(self) -> str:
@@ -84,38 +78,38 @@ class PythonTool:
             call: arguments `code` (text) and, optionally, `input` (text).
             key: idempotency key of the execution.
         """
-        wrong = _check_arguments(call.arguments)
+        wrong = protocol.wrong_arguments(call.arguments, required=("code",), optional=("input",))
         if wrong:
             return ToolResult(status=CallStatus.PARSE_ERROR, stderr=wrong)
-        try:
-            execution = protocol.Execution(
+        return await answer(
+            self._client,
+            lambda: wire.Execution(
                 code=call.arguments["code"], stdin=call.arguments.get("input", ""), key=key, limits=self._limits
-            )
-        except ValueError as error:
-            return ToolResult(status=CallStatus.PARSE_ERROR, stderr=str(error))
-        outcome = await self._client.execute(execution)
-        return ToolResult(
-            status=CallStatus(outcome.status.value),
-            stdout=outcome.stdout,
-            stderr=outcome.stderr or outcome.detail,
-            queue_s=outcome.queue_s,
-            run_s=outcome.run_s,
+            ),
         )
 
 
-def _check_arguments(arguments: Mapping[str, Any]) -> str:
-    """What is wrong with the arguments, in a sentence for the model; empty when nothing is."""
-    unknown = [name for name in arguments if name not in _ARGUMENTS]
-    if unknown:
-        return f"there is no argument {unknown[0][:40]!r}; the arguments are 'code' and, optionally, 'input'"
-    if "code" not in arguments:
-        return "the argument 'code' is missing"
-    for name in _ARGUMENTS:
-        if name in arguments and not isinstance(arguments[name], str):
-            return f"the argument {name!r} must be a string, not {_kind(arguments[name])}"
-    return ""
+def limits_of(sandbox: settings.Sandbox) -> wire.Limits:
+    """Limits of one call, as the run's settings give them."""
+    return wire.Limits(
+        wall_s=sandbox.run_limit_s,
+        queue_s=sandbox.queue_limit_s,
+        memory_bytes=sandbox.memory_bytes,
+        output_bytes=sandbox.output_bytes,
+    )
 
 
-def _kind(value: Any) -> str:
-    kinds = {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return kinds.get(type(value), "null")
+async def answer(client: Executor, make: Callable[[], wire.Execution]) -> ToolResult:
+    """Make an execution and run it; one that cannot be made (too long, say) is the model's fault: PARSE_ERROR."""
+    try:
+        execution = make()
+    except ValueError as error:
+        return ToolResult(status=CallStatus.PARSE_ERROR, stderr=str(error))
+    outcome = await client.execute(execution)
+    return ToolResult(
+        status=CallStatus(outcome.status.value),
+        stdout=outcome.stdout,
+        stderr=outcome.stderr or outcome.detail,
+        queue_s=outcome.queue_s,
+        run_s=outcome.run_s,
+    )

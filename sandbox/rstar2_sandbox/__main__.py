@@ -1,17 +1,21 @@
-"""Command line: `python -m rstar2_sandbox master | worker | doctor`. The one place that reads the environment."""
+"""Command line: `python -m rstar2_sandbox master | worker | http | metrics | top | bench | doctor | build`. The one
+place that reads the environment."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import sys
 import tempfile
 import urllib.parse
+from typing import Any
 
-from rstar2_sandbox import executor, jail, master, supervise, worker
+from rstar2_sandbox import build, executor, jail, master, supervise, worker
+from rstar2_sandbox.connection import LOST
 from rstar2_sandbox.images import SlotError
 
 URL_VARIABLE = "RSTAR2_SANDBOX_REDIS_URL"
@@ -24,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="sandbox %(levelname)s %(message)s")
     try:
         return arguments.role(arguments)
-    except (ValueError, OSError, SlotError) as error:
+    except (ValueError, OSError, ImportError, SlotError, *LOST) as error:
         print(f"rstar2_sandbox: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -37,6 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     at_master = roles.add_parser("master", help="use or start a Redis, and return the calls of dead nodes to the queue")
     at_master.add_argument("--port", type=int, default=6379, help="port of the Redis that is started")
     at_master.add_argument("--bind", default="127.0.0.1", help="address it listens on")
+    at_master.add_argument("--max_mib", type=int, default=4096, help="memory at which it has clients wait; 0: no bound")
+    at_master.add_argument("--keep", default="", help="folder to keep the queue in over restarts; empty: it is lost")
+    at_master.add_argument("--acl", default="", help="file of Redis users, see deploy/redis-users.acl")
     at_master.set_defaults(role=_master)
     node = roles.add_parser("worker", help="run a node")
     _node_options(node)
@@ -45,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     _node_options(doctor)
     doctor.add_argument("--queue_calls", type=int, default=0, help="also send so many calls through a private queue")
     doctor.set_defaults(role=_doctor)
+    _observer_options(roles)
+    built = roles.add_parser("build", help="compile the optional part in C, in place")
+    built.set_defaults(role=lambda arguments: print(build.build()) or 0)
     inner = roles.add_parser("supervise", help="used by rstar2_sandbox.local")
     inner.add_argument("folder")
     inner.add_argument("options", nargs=argparse.REMAINDER)
@@ -52,9 +62,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _observer_options(roles: Any) -> None:
+    front = roles.add_parser("http", help="serve the HTTP interface of code-judge")
+    front.add_argument("--bind", default="127.0.0.1")
+    front.add_argument("--port", type=int, default=8088, help="0 takes a free one and prints it")
+    front.add_argument("--run_limit_s", type=float, default=10.0, help="wall limit of one program")
+    front.add_argument("--queue_limit_s", type=float, default=15.0, help="limit on the wait before it starts")
+    front.add_argument("--long_queue_limit_s", type=float, default=3600.0, help="the same in the long-batch calls")
+    front.add_argument("--memory_mib", type=int, default=512)
+    front.set_defaults(role=_http)
+    numbers = roles.add_parser("metrics", help="serve the cluster's numbers to Prometheus")
+    numbers.add_argument("--bind", default="127.0.0.1")
+    numbers.add_argument("--port", type=int, default=9108, help="0 takes a free one and prints it")
+    numbers.set_defaults(role=_metrics)
+    live = roles.add_parser("top", help="show the cluster, live")
+    live.add_argument("--once", action="store_true", help="print it once and end")
+    live.set_defaults(role=_top)
+    load = roles.add_parser("bench", help="load the cluster and print what it does")
+    load.add_argument("--seconds", type=float, default=60.0, help="of each part")
+    load.add_argument("--burst", type=int, default=0, help="also submit so many calls at once")
+    load.set_defaults(role=_bench)
+
+
 def _node_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, default=os.cpu_count() or 1, help="executions at once")
     parser.add_argument("--verify_slots", type=int, default=1, help="verifications at once that need a process")
+    parser.add_argument("--session_slots", type=int, default=4, help="stateful sessions that live at once")
+    parser.add_argument("--no_compiled", action="store_true", help="leave the part in C alone")
     parser.add_argument("--isolation", default="auto", help=f"auto or one of {', '.join(jail.TIERS)}")
     parser.add_argument("--min_isolation", default=jail.PLAIN, help="weakest tier that auto may take")
     parser.add_argument("--uid_base", type=int, default=0, help="first host user id for the slots (as root)")
@@ -68,6 +102,7 @@ def _settings(arguments: argparse.Namespace) -> executor.Settings:
         min_isolation=arguments.min_isolation,
         uid_base=arguments.uid_base,
         python=arguments.python,
+        compiled=not arguments.no_compiled,
     )
 
 
@@ -86,8 +121,17 @@ def _master(arguments: argparse.Namespace) -> int:
     password = os.environ.get(PASSWORD_VARIABLE, "")
     if not password:
         raise ValueError(f"set {URL_VARIABLE} to use a running Redis, or {PASSWORD_VARIABLE} to have one started")
-    with tempfile.TemporaryDirectory(prefix="rstar2-master-") as folder:
-        config = master.redis_config(folder, password, port=arguments.port, bind=arguments.bind)
+    with contextlib.ExitStack() as stack:
+        folder = arguments.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="rstar2-master-"))
+        config = master.redis_config(
+            folder,
+            password,
+            port=arguments.port,
+            bind=arguments.bind,
+            max_bytes=arguments.max_mib * 2**20,
+            keep=bool(arguments.keep),
+            users=arguments.acl,
+        )
         process = master.start_redis(config)
         try:
             asyncio.run(master.serve(f"redis://:{urllib.parse.quote(password)}@{arguments.bind}:{arguments.port}"))
@@ -104,9 +148,43 @@ def _worker(arguments: argparse.Namespace) -> int:
         settings=_settings(arguments),
         name=arguments.name,
         verify_slots=arguments.verify_slots,
+        session_slots=arguments.session_slots,
     )
     asyncio.run(node.run(lambda tier: print(json.dumps({"tier": tier}), flush=True)))
     return 0
+
+
+def _http(arguments: argparse.Namespace) -> int:
+    from rstar2_sandbox import front
+
+    limits = front.FrontLimits(
+        run_s=arguments.run_limit_s,
+        queue_s=arguments.queue_limit_s,
+        long_queue_s=arguments.long_queue_limit_s,
+        memory_bytes=arguments.memory_mib * 2**20,
+    )
+    asyncio.run(front.serve(_url(), arguments.bind, arguments.port, limits))
+    return 0
+
+
+def _metrics(arguments: argparse.Namespace) -> int:
+    from rstar2_sandbox import metrics
+
+    metrics.serve(_url(), arguments.port, arguments.bind)
+    return 0
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from rstar2_sandbox import top
+
+    asyncio.run(top.show(_url(), once=arguments.once))
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from rstar2_sandbox import bench
+
+    return asyncio.run(bench.report(_url(), arguments.seconds, arguments.burst))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -28,24 +28,32 @@ class Capture:
         self._overflow = overflow
         self._head = bytearray()
         self._tail = bytearray()
+        self._watched = False
         self.total = 0
 
-    def start(self) -> None:
-        """Close the child's end here and begin to read."""
+    def release(self) -> None:
+        """Close the child's end here: the child has its own."""
         os.close(self.child_fd)
         self.child_fd = -1
-        self._loop.add_reader(self._fd, self._read)
+
+    def start(self) -> None:
+        """Read along from now on; what came before waits in the pipe."""
+        if self._fd >= 0 and not self._watched:
+            self._watched = True
+            self._loop.add_reader(self._fd, self._read)
 
     def _read(self) -> bool:
+        """Read once; True when there may be more."""
         try:
             data = os.read(self._fd, CHUNK)
         except BlockingIOError:
             return False
-        if not data:
+        if data:
+            self._add(data)
+        elif self._watched:
             self._loop.remove_reader(self._fd)
-            return False
-        self._add(data)
-        return True
+            self._watched = False
+        return len(data) == CHUNK
 
     def _add(self, data: bytes) -> None:
         before, self.total = self.total, self.total + len(data)
@@ -62,14 +70,22 @@ class Capture:
     def finish(self) -> None:
         """Take what is left in the pipe, without waiting for its writers, and close it."""
         if self.child_fd >= 0:
-            os.close(self.child_fd)
-            self.child_fd = -1
+            self.release()
         if self._fd >= 0:
             while self.total <= self._hard and self._read():
                 pass
-            self._loop.remove_reader(self._fd)
+            if self._watched:
+                self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self._fd = -1
+
+    def take(self) -> str:
+        """Take what is in the pipe now, return the text of all since the last time, and begin anew."""
+        while self.total <= self._hard and self._read():
+            pass
+        text = self.text()
+        self._head, self._tail, self.total = bytearray(), bytearray(), 0
+        return text
 
     def text(self) -> str:
         """What was kept, with a line that says how many bytes were left out; cut between characters."""

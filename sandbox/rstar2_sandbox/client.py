@@ -12,71 +12,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import redis.asyncio
-import redis.asyncio.retry
-import redis.backoff
-import redis.exceptions
-
 from rstar2_sandbox import keys, protocol
-from rstar2_sandbox.protocol import Call, Execution, Outcome, Status, Verdict, Verification
+from rstar2_sandbox.connection import LOST, connect, end_tasks
+from rstar2_sandbox.outbox import Outbox, Pending
+from rstar2_sandbox.protocol import Execution, Outcome, Status, Verdict, Verification
 
-FLUSH_S = 0.003
 SWEEP_S = 2.0
 GRACE_S = 15.0
 DISAGREE = "grader_disagree"  # statistics: verdicts in which the exact rules and the library decided differently
 VERIFY_WALL_S = 10.0
-LOST = (redis.exceptions.RedisError, OSError)
+NODE_MISSING_S = 5.0
+NODE_GONE = "the node that kept the session is gone, and what its cells defined with it"
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(slots=True)
-class _Pending:
-    """A call without a result: what to send, who waits for it, and whether it was written to the stream."""
-
-    lane: str
-    key: str
-    body: Mapping[str, Any]
-    expires: float
-    future: asyncio.Future[Outcome | Verification]
-    epoch: int | None
-    waiters: int = 0
-    sent: bool = False
-
-
-def connect(redis_url: str) -> Any:
-    """A redis.asyncio.Redis that reports a lost connection at once: the callers here do their own retrying.
-
-    Typed as Any, since the package's annotations mix its synchronous and asynchronous answers.
-    """
-    keepalive = {} if redis_url.startswith("unix:") else {"socket_keepalive": True}
-    return redis.asyncio.Redis.from_url(
-        redis_url,
-        **keepalive,
-        protocol=2,
-        socket_connect_timeout=5,
-        socket_timeout=30,
-        retry=redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0),
-    )
-
-
-async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel tasks until each has ended.
-
-    Once is not enough: on Python 3.11 a cancellation that arrives while a time-out of its own ends inside the task can
-    be taken for that time-out, and the task goes on.
-    """
-    alive = set(tasks)
-    while alive:
-        for task in alive:
-            task.cancel()
-        _, alive = await asyncio.wait(alive, timeout=0.1)
 
 
 class Client:
@@ -106,14 +61,13 @@ class Client:
         self._retries = retries
         self._id = uuid.uuid4().hex
         self._redis = connect(redis_url)
-        self._pending: dict[str, _Pending] = {}
-        self._unsent: list[_Pending] = []
+        self._outbox = Outbox(self._redis, run, keys.replies(self._id))
+        self._pending: dict[str, Pending] = {}
+        self._sessions: dict[str, str] = {}
+        self._missing: dict[str, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._wake = asyncio.Event()
         self._resync = asyncio.Event()
         self._ready: asyncio.Event = asyncio.Event()
-        self._clock_offset_s = 0.0
-        self._capacity = 1
         self._closed = False
         self._fault = "not connected yet"
         self.statistics: dict[str, int] = {}
@@ -125,32 +79,55 @@ class Client:
         await self.close()
 
     async def execute(self, execution: Execution) -> Outcome:
-        """Run one program and return what it gave. Never raises for a fault of the service: status INFRA says so."""
+        """Run one program and return what it gave. Never raises for a fault of the service: status INFRA says so.
+
+        A cell of a session waits for the cells before it: await each before the next.
+        """
         limits = execution.limits
         total_s = execution.deadline_s or limits.queue_s + limits.wall_s + GRACE_S
         body = protocol.execution_body(execution)
         started = time.monotonic()
-        result = await self._call(keys.EXECUTE, execution.key, body, limits.queue_s, total_s)
+        session = execution.session
+        lane, node = (keys.SESSION, self._sessions.get(session, "")) if session else (keys.EXECUTE, "")
+        result = await self._call(lane, execution.key, body, limits.queue_s, total_s, node)
         if not isinstance(result, Outcome):
             return Outcome(status=Status.INFRA, detail=_text_of_infra(result) or "a verification has this key")
+        if session and result.at:
+            self._sessions[session] = result.at
+        elif session:
+            self._sessions.pop(session, None)
         queue_s = max(0.0, time.monotonic() - started - result.run_s)
         return dataclasses.replace(result, queue_s=queue_s)
+
+    async def end_session(self, session: str) -> None:
+        """Have a session end now instead of when it has been idle for long; one that does not live is no error."""
+        node = self._sessions.pop(session, "")
+        if node:
+            await self._call(keys.SESSION, "", {"end": session}, GRACE_S, 2 * GRACE_S, node)
 
     async def verify(self, text: str, gold: str, key: str = "") -> Verification:
         """Grade the sampled text of a final assistant turn against the gold answer. Faults give Verdict.INFRA."""
         protocol.check_verification(text, gold, key)
         total_s = self._queue_limit_s + VERIFY_WALL_S + GRACE_S
         key = "verify:" + key if key else ""
-        result = await self._call(keys.VERIFY, key, {"text": text, "gold": gold}, self._queue_limit_s, total_s)
+        body = {"text": text, "gold": gold}
+        result = await self._call(keys.VERIFY, key, body, self._queue_limit_s, total_s, "")
         if not isinstance(result, Verification):
             return Verification(verdict=Verdict.INFRA, reason=_text_of_infra(result))
         return result
 
     async def advance_epoch(self) -> int:
-        """Make every call submitted before this one stale: those still queued are dropped. Returns the new epoch."""
+        """Make every call of this run submitted before this one stale: those that wait are dropped, those that run are
+        killed, whoever submitted them; sessions end. Returns the new epoch. Raises ConnectionError without a Redis."""
         self._start()
-        await self._ready.wait()
-        self.epoch = int(await self._redis.incr(keys.epoch(self.run)))
+        try:
+            async with asyncio.timeout(GRACE_S):
+                await self._ready.wait()
+                self.epoch = int(await self._redis.incr(keys.epoch(self.run)))
+                await self._redis.publish(keys.control(), json.dumps(["epoch", self.run, self.epoch]))
+        except (TimeoutError, *LOST) as error:
+            raise ConnectionError(f"no answer from the sandbox's Redis: {self._fault or error}") from error
+        self._outbox.epoch = self.epoch
         return self.epoch
 
     async def close(self) -> None:
@@ -161,33 +138,38 @@ class Client:
         await self._redis.aclose()
 
     async def _call(
-        self, lane: str, key: str, body: Mapping[str, Any], queue_s: float, total_s: float
+        self, lane: str, key: str, body: Mapping[str, Any], queue_s: float, total_s: float, node: str
     ) -> Outcome | Verification:
         if self._closed:
             raise RuntimeError(f"this client is closed: open a new one (last fault: {self._fault or 'none'})")
         self._start()
         key = key or uuid.uuid4().hex
         deadline = asyncio.get_running_loop().time() + total_s
-        for attempt in range(self._retries + 1):
+        # A cell is not tried again: what it did to its session cannot be undone.
+        retries = self._retries if lane != keys.SESSION else 0
+        for attempt in range(retries + 1):
             name = key if attempt == 0 else f"{key}#{attempt}"
-            result = await self._attempt(lane, name, body, queue_s, deadline)
+            future = asyncio.get_running_loop().create_future()
+            pending = Pending(lane, name, body, time.time() + queue_s, future, self.epoch, node)
+            result = await self._attempt(pending, deadline)
             self._count(result)
             left = deadline - asyncio.get_running_loop().time()
-            if not _is_infra(result) or left <= 0 or self._closed:
+            if not self._may_retry(pending, result) or left <= 0 or self._closed:
                 break
             queue_s = min(queue_s, left)
         return result
 
-    async def _attempt(
-        self, lane: str, key: str, body: Mapping[str, Any], queue_s: float, deadline: float
-    ) -> Outcome | Verification:
-        loop = asyncio.get_running_loop()
-        pending = self._pending.get(key)
+    def _may_retry(self, pending: Pending, result: Outcome | Verification) -> bool:
+        """True after a fault of ours, and for a call that was ended with an earlier epoch's call of the same key."""
+        if isinstance(result, Outcome) and result.status is Status.REJECTED and result.detail == protocol.SUPERSEDED:
+            return (pending.epoch or 0) >= (self.epoch or 0)
+        return _is_infra(result)
+
+    async def _attempt(self, fresh: Pending, deadline: float) -> Outcome | Verification:
+        pending = self._pending.get(fresh.key)
         if pending is None:
-            pending = _Pending(lane, key, body, time.time() + queue_s, loop.create_future(), self.epoch)
-            self._pending[key] = pending
-            self._unsent.append(pending)
-            self._wake.set()
+            pending = self._pending[fresh.key] = fresh
+            self._outbox.push(pending)
         pending.waiters += 1
         try:
             async with asyncio.timeout_at(deadline):
@@ -196,14 +178,16 @@ class Client:
             return Outcome(status=Status.INFRA, detail=self._explain(pending))
         finally:
             pending.waiters -= 1
-            if pending.waiters == 0 and self._pending.get(key) is pending:
-                del self._pending[key]
+            if pending.waiters == 0 and self._pending.get(pending.key) is pending:
+                del self._pending[pending.key]
+                self._outbox.landed(pending)
 
-    def _explain(self, pending: _Pending) -> str:
+    def _explain(self, pending: Pending) -> str:
         state = "written to" if pending.sent else "not yet written to"
+        stream, count = keys.stream(pending.lane, self.run), len(self._pending)
         return (
-            f"deadline passed waiting for the result of call {pending.key!r}, {state} stream "
-            f"{keys.stream(pending.lane)!r}; {len(self._pending)} calls in flight; last fault: {self._fault or 'none'}"
+            f"deadline passed waiting for the result of call {pending.key!r}, {state} stream {stream!r}; {count} calls "
+            f"in flight; last fault: {self._fault or 'none'}"
         )
 
     def _count(self, result: Outcome | Verification) -> None:
@@ -262,12 +246,13 @@ class Client:
     async def _join(self) -> None:
         """Learn the server's clock, the run's epoch and the size of the cluster."""
         seconds, micros = await self._redis.time()
-        self._clock_offset_s = seconds + micros / 1e6 - time.time()
+        self._outbox.clock_offset_s = seconds + micros / 1e6 - time.time()
         current = int(await self._redis.get(keys.epoch(self.run)) or 0)
         if self.epoch is None:
             self.epoch = current
         elif self.epoch > current:
             await self._redis.set(keys.epoch(self.run), self.epoch)
+        self._outbox.epoch = self.epoch
         self._fault = ""
         self._ready.set()
 
@@ -275,61 +260,30 @@ class Client:
         self._fault = f"{type(error).__name__}: {error}"
         logger.warning("connection to the sandbox's Redis lost, trying again: %s", self._fault)
 
-    def _take(self, payload: bytes) -> None:
+    def _take(self, payload: bytes, many: bool = True) -> None:
         try:
-            key, result = protocol.decode_result(payload)
+            results = protocol.decode_results(payload) if many else [protocol.decode_result(payload)]
         except protocol.ProtocolError as error:
             logger.error("an unreadable result was dropped: %s", error)
             return
-        pending = self._pending.pop(key, None)
-        if pending is not None and not pending.future.done():
-            pending.future.set_result(result)
+        for key, result in results:
+            pending = self._pending.pop(key, None)
+            if pending is not None:
+                self._outbox.landed(pending)
+                if not pending.future.done():
+                    pending.future.set_result(result)
 
     async def _send(self) -> None:
         """Write what was submitted, in micro-batches; what cannot be written now waits for the next connection."""
         while True:
-            await self._wake.wait()
+            batch = await self._outbox.next_batch()
             await self._ready.wait()
-            if len(self._unsent) < protocol.BATCH_CALLS:
-                await asyncio.sleep(FLUSH_S)
-            self._wake.clear()
-            batch = [pending for pending in self._unsent if not pending.future.done() and pending.waiters]
-            self._unsent.clear()
             try:
-                await self._write(batch)
+                await self._outbox.write(batch)
             except LOST as error:
                 self._lose(error)
-                self._unsent[:0] = batch
-                self._wake.set()
+                self._outbox.put_back(batch)
                 await asyncio.sleep(0.05)
-
-    async def _write(self, batch: list[_Pending]) -> None:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for lane in keys.LANES:
-                calls = [self._envelope(pending) for pending in batch if pending.lane == lane]
-                size = protocol.BATCH_CALLS if lane == keys.VERIFY else self._entry_calls(len(calls))
-                for entry in protocol.batches(calls, size):
-                    pipe.xadd(keys.stream(lane), {"calls": entry})
-            await pipe.execute()
-        for pending in batch:
-            pending.sent = True
-
-    def _envelope(self, pending: _Pending) -> Call:
-        if pending.epoch is None:
-            pending.epoch = self.epoch or 0
-        return Call(
-            run=self.run,
-            key=pending.key,
-            epoch=pending.epoch,
-            lane=pending.lane,
-            reply=keys.replies(self._id),
-            expires=pending.expires + self._clock_offset_s,
-            body=pending.body,
-        )
-
-    def _entry_calls(self, calls: int) -> int:
-        """Calls of one entry: few while the cluster has free slots for them, since an entry stays with one node."""
-        return max(1, min(protocol.BATCH_CALLS, calls // max(1, self._capacity)))
 
     async def _sweep(self) -> None:
         """Now and then, and after each reconnection, read back results that were announced while nobody listened."""
@@ -355,19 +309,23 @@ class Client:
             values = await self._redis.mget([keys.result(self.run, pending.key) for pending in part])
             for value in values:
                 if value is not None:
-                    self._take(value)
+                    self._take(value, many=False)
         if again:
-            for pending in waiting:
-                if not pending.future.done():
-                    pending.sent = False
-                    self._unsent.append(pending)
-            if self._unsent:
-                self._wake.set()
+            self._outbox.push_again([pending for pending in waiting if not pending.future.done()])
 
     async def _measure_capacity(self) -> None:
-        now = time.time() + self._clock_offset_s
-        alive = await self._redis.zrangebyscore(keys.nodes(), now, "+inf")
-        self._capacity = sum(int(member.rpartition(b"/")[2]) for member in alive)
+        """Learn which nodes are alive; end the calls that only a dead one could have answered."""
+        now = time.time() + self._outbox.clock_offset_s
+        members = [member.decode() for member in await self._redis.zrangebyscore(keys.nodes(), now, "+inf")]
+        self._outbox.capacity = sum(int(member.rpartition("/")[2]) for member in members)
+        alive = {member.rpartition("/")[0] for member in members}
+        asked = {pending.node for pending in self._pending.values() if pending.node} - alive
+        self._missing = {node: self._missing.get(node, time.monotonic()) for node in asked}
+        for pending in list(self._pending.values()):
+            if time.monotonic() - self._missing.get(pending.node, time.monotonic()) > NODE_MISSING_S:
+                self._pending.pop(pending.key)
+                self._outbox.landed(pending)
+                pending.future.set_result(Outcome(status=Status.INFRA, detail=NODE_GONE))
 
 
 def _is_infra(result: Outcome | Verification) -> bool:

@@ -7,13 +7,17 @@ program. The keeper's own status travels over the slot's control socket: one lin
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
 import signal
 import socket
 import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from rstar2_sandbox import forker
 
 KINDS = {
     "bare": (
@@ -22,7 +26,11 @@ KINDS = {
         "typing",
     ),
     "math": ("numpy", "sympy", "mpmath"),
+    # Of its own: its many libraries cost every child of this interpreter three times the fork of the one above.
+    "science": ("numpy", "sympy", "mpmath", "scipy", "scipy.optimize", "scipy.linalg", "scipy.special",
+                "scipy.integrate", "scipy.interpolate", "scipy.stats"),
     "grade": ("math_verify",),
+    "sql": ("sqlite3",),
 }  # fmt: skip
 
 
@@ -32,7 +40,7 @@ def warm(kind: str) -> None:
         importlib.import_module(name)
     for name in KINDS[kind]:
         importlib.import_module(name)
-    if kind == "math":
+    if kind in ("math", "science"):
         sympy, numpy = sys.modules["sympy"], sys.modules["numpy"]
         x = sympy.Symbol("x")
         sympy.solve(x**2 - 3 * x + 2, x)
@@ -41,16 +49,41 @@ def warm(kind: str) -> None:
         sympy.integrate(x**2, x)
         numpy.linalg.det(numpy.eye(3))
         numpy.random.default_rng(0).integers(10)
+        numpy.random.seed(0)
+    if kind == "sql":
+        from rstar2_sandbox import sql_child
+
+        sql_child.warm()
     if kind == "grade":
         from rstar2_sandbox import grade_child
 
         grade_child.warm()
 
 
-def main(control_fd: int, kind: str) -> None:
-    """Warm up, say so, and build keepers until the executor is gone."""
-    from rstar2_sandbox import linux
+def settle(library: forker.Forker | None) -> None:
+    """Make this process cheap to fork: garbage gone, what stays out of the collector's sight, huge pages."""
+    from rstar2_sandbox import forker
 
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    if library is not None:
+        library.trim()
+        library.collapse(forker.writable_ranges())
+
+
+def main(control_fd: int, kind: str, compiled: bool) -> None:
+    """Warm up, say so, and build keepers until the executor is gone.
+
+    Args:
+        compiled: use the part in C where there is one.
+    """
+    from rstar2_sandbox import forker, linux
+
+    library = forker.load() if compiled else None
+    if library is not None:
+        library.gather_arenas()
+    os.environ.pop("GLIBC_TUNABLES", None)
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -60,16 +93,33 @@ def main(control_fd: int, kind: str) -> None:
     except ImportError as error:
         control.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         return
-    control.send(b"{}")
+    rehearse()
+    settle(library)
+    control.send(json.dumps({"compiled": library is not None}).encode())
     while True:
         message, fds, _, _ = socket.recv_fds(control, 65536, 1)
         if not message:
             return
         request = json.loads(message)
         slot = socket.socket(fileno=fds[0])
-        control.send(json.dumps({"pid": _fork_keeper(control, slot, request)}).encode())
+        control.send(json.dumps({"pid": _fork_keeper(control, slot, request, library)}).encode())
         slot.close()
         _reap()
+
+
+def rehearse() -> None:
+    """Run small programs as a child will, so that the interpreter has adapted its code before it is copied: what it
+    writes there now, no child has to write into pages of its own."""
+    from rstar2_sandbox import jail_child
+
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+        for program in (
+            b"x = [n * n for n in range(9)]\nprint(sum(x))\n",
+            b"def f(n):\n  return n\nf(1)",
+            b"1 / 0",
+        ) * 20:
+            namespace: dict[str, object] = {"__name__": "__main__"}
+            jail_child.guard(lambda source=program, space=namespace: jail_child.execute(source, space, "<tool>"))
 
 
 def _reap() -> None:
@@ -78,7 +128,9 @@ def _reap() -> None:
             pass
 
 
-def _fork_keeper(control: socket.socket, slot: socket.socket, request: dict[str, Any]) -> int:
+def _fork_keeper(
+    control: socket.socket, slot: socket.socket, request: dict[str, Any], library: forker.Forker | None
+) -> int:
     """Fork the builder, which forks the keeper; return the keeper's pid on this host, or 0 when it failed."""
     from rstar2_sandbox import jail
 
@@ -87,7 +139,7 @@ def _fork_keeper(control: socket.socket, slot: socket.socket, request: dict[str,
     if builder == 0:
         control.close()
         ours.close()
-        _build(theirs, slot, request)
+        _build(theirs, slot, request, library)
     theirs.close()
     ours.settimeout(10)
     pid = 0
@@ -106,7 +158,9 @@ def _fork_keeper(control: socket.socket, slot: socket.socket, request: dict[str,
     return pid
 
 
-def _build(sync: socket.socket, slot: socket.socket, request: dict[str, Any]) -> NoReturn:
+def _build(
+    sync: socket.socket, slot: socket.socket, request: dict[str, Any], library: forker.Forker | None
+) -> NoReturn:
     from rstar2_sandbox import jail
 
     try:
@@ -115,7 +169,7 @@ def _build(sync: socket.socket, slot: socket.socket, request: dict[str, Any]) ->
         if pid == 0:
             if sync.recv(1) == b"g":
                 sync.close()
-                _keep(slot, request, held)
+                _keep(slot, request, held, library)
             os._exit(1)
         sync.sendall(str(pid).encode())
     except OSError as error:
@@ -124,7 +178,9 @@ def _build(sync: socket.socket, slot: socket.socket, request: dict[str, Any]) ->
         os._exit(0)
 
 
-def _keep(slot: socket.socket, request: dict[str, Any], held: dict[str, int]) -> NoReturn:
+def _keep(
+    slot: socket.socket, request: dict[str, Any], held: dict[str, int], library: forker.Forker | None
+) -> NoReturn:
     from rstar2_sandbox import jail, keeper, linux
 
     tier = request["tier"]
@@ -142,7 +198,7 @@ def _keep(slot: socket.socket, request: dict[str, Any], held: dict[str, int]) ->
                 os.setgroups([])
         os.environ["HOME"] = os.environ["TMPDIR"] = folders[-1]
         os.umask(0o022)
-        loop = keeper.Keeper(slot, tier, child_uid, folders, keep)
+        loop = keeper.Keeper(slot, tier, child_uid, folders, keep, library)
         holds = [tier, *(["uid"] if child_uid is not None and tier != jail.UID else []), *jail.lock(tier, folders)]
         slot.send(json.dumps({"tier": "+".join(holds)}).encode())
         loop.serve()
@@ -154,10 +210,15 @@ def _keep(slot: socket.socket, request: dict[str, Any], held: dict[str, int]) ->
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    import rstar2_sandbox.forker
     import rstar2_sandbox.grade_child
     import rstar2_sandbox.jail
     import rstar2_sandbox.keeper
-    import rstar2_sandbox.linux  # noqa: F401
+    import rstar2_sandbox.linux
+    import rstar2_sandbox.session_child  # noqa: F401
+
+    if sys.argv[2] == "sql":
+        pass
 
     del sys.path[0]
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], compiled=sys.argv[3] == "compiled")

@@ -14,10 +14,12 @@ from typing import Any
 
 IMAGE_START_S = 120.0
 KEEPER_START_S = 20.0
-BARE, MATH, GRADE = "bare", "math", "grade"
-KINDS = (BARE, MATH, GRADE)
+BARE, MATH, SCIENCE, GRADE, SQL = "bare", "math", "science", "grade", "sql"
+KINDS = (BARE, MATH, SCIENCE, GRADE, SQL)
+# What stands in for a warm interpreter whose modules are not installed.
+INSTEAD = {SCIENCE: MATH, MATH: BARE}
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
@@ -27,17 +29,23 @@ _ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "MPLBACKEND": "Agg",
 }
+# One heap that grows in large steps, instead of a mapping for each large block: each mapping is copied at each fork.
+TUNABLES = "glibc.malloc.mmap_threshold=268435456:glibc.malloc.top_pad=2097152"
 
 
 class SlotError(RuntimeError):
     """A slot, keeper or warm interpreter failed: a fault of ours, status INFRA."""
 
 
+class KeeperGoneError(SlotError):
+    """The keeper was dead before it had the call: nothing ran, so the call may go to a new one."""
+
+
 class KeeperEnd:
-    """The parent's end of a keeper: its control socket and a handle that kills it.
+    """The parent's end of a keeper: its control socket, the answer that is awaited, and a handle that kills it.
 
     Args:
-        control: sequenced-packet socket.
+        control: sequenced-packet socket, non-blocking.
         pid: of the keeper, on this host.
         tier: isolation that it reported.
     """
@@ -48,6 +56,40 @@ class KeeperEnd:
         self.tier = tier
         self.calls = 0
         self._pidfd = os.pidfd_open(pid)
+        self._loop = asyncio.get_running_loop()
+        self._answer: asyncio.Future[bytes] | None = None
+        self._gone: SlotError | None = None
+        self._loop.add_reader(control, self._read)
+
+    def answer(self) -> asyncio.Future[bytes]:
+        """A future for the keeper's next message; it fails with SlotError when the keeper is dead."""
+        self._answer = self._loop.create_future()
+        if self._gone is not None:
+            self._answer.set_exception(self._gone)
+        return self._answer
+
+    def _read(self) -> None:
+        try:
+            message = self.control.recv(256)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            self._end(KeeperGoneError("the slot's keeper died with the request unread"))
+            return
+        except OSError as error:
+            self._end(SlotError(f"the slot's keeper is gone: {error}"))
+            return
+        if not message:
+            self._end(SlotError("the slot's keeper died during the call"))
+        elif self._answer is not None and not self._answer.done():
+            self._answer.set_result(message)
+
+    def _end(self, error: SlotError) -> None:
+        self._loop.remove_reader(self.control)
+        # Whoever comes later has not been heard by it.
+        self._gone = KeeperGoneError(str(error))
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
 
     def kill(self) -> None:
         """Kill the keeper; in a pid namespace nothing outlives it."""
@@ -59,6 +101,8 @@ class KeeperEnd:
         """Kill it and let go of its descriptors."""
         self.kill()
         if self._pidfd >= 0:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self.control)
             os.close(self._pidfd)
             self._pidfd = -1
         self.control.close()
@@ -70,10 +114,12 @@ class Image:
     Args:
         kind: one of KINDS.
         python: the interpreter to start.
+        compiled: use the part in C where there is one.
     """
 
-    def __init__(self, kind: str, python: str) -> None:
+    def __init__(self, kind: str, python: str, compiled: bool) -> None:
         self.kind = kind
+        self.compiled = compiled
         self._python = python or sys.executable
         self._lock = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -128,8 +174,8 @@ class Image:
         script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "image.py")
         with theirs:
             self._process = subprocess.Popen(
-                [self._python, "-s", "-P", script, str(theirs.fileno()), self.kind],
-                env=_ENVIRONMENT,
+                [self._python, "-s", "-P", script, str(theirs.fileno()), self.kind, self._variant],
+                env=ENVIRONMENT | ({"GLIBC_TUNABLES": TUNABLES} if self.compiled else {}),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -144,11 +190,16 @@ class Image:
             self.close()
             raise SlotError(f"the {self.kind} image was not warm after {IMAGE_START_S:.0f} s") from error
         status = json.loads(message or b'{"died": true}')
-        if status:
+        if "compiled" not in status:
             self.close()
             self.missing = status.get("error", "")
             raise SlotError(f"the {self.kind} image cannot start: {self.missing or 'it died at once'}")
+        self.compiled = status["compiled"]
         return ours
+
+    @property
+    def _variant(self) -> str:
+        return "compiled" if self.compiled else "plain"
 
     def close(self) -> None:
         """End the process and with it all its keepers."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import atexit
-import gc
 import linecache
 import os
 import random
@@ -19,12 +18,15 @@ import sys
 import threading
 import traceback
 import types
-import zlib
 from collections.abc import Callable
+from typing import TextIO
 
 NAME = "<tool>"
+NAMES = (NAME, "<cell ")
 EXIT_MEMORY = 86
 _FUTURE_FLAGS = 0x1FF0000
+_MAIN = types.ModuleType("__main__")
+_STREAMS: list[TextIO] = []
 
 
 def open_streams() -> None:
@@ -37,49 +39,77 @@ def open_streams() -> None:
     sys.stdout.reconfigure(line_buffering=True)
     sys.stderr.reconfigure(line_buffering=True)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    atexit._clear()  # what the warm interpreter's own modules would do at its exit is no program's business
 
 
 def run(source: bytes) -> int:
     """Run a program to its end, its threads and exit handlers included; return the exit code for _exit."""
-    streams = sys.stdout, sys.stderr
-    main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = sys.modules["builtins"]
-    sys.modules["__main__"] = main
+    seed(source)
+    code = guard(lambda: execute(source, _MAIN.__dict__, NAME))
+    return finish() or code
+
+
+def prepare() -> None:
+    """What every program finds: a fresh __main__, and hooks that show its exceptions. Done once, by the keeper, for the
+    same reason as open_streams."""
+    _MAIN.__dict__["__builtins__"] = sys.modules["builtins"]
+    sys.modules["__main__"] = _MAIN
     sys.excepthook = _show
     threading.excepthook = lambda args: _show(args.exc_type, args.exc_value, args.exc_traceback)
-    _seed(source)
-    gc.enable()
-    code = _guard(lambda: _execute(source, main.__dict__))
-    for finish in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
-        code = _guard(finish) or code
-    for stream in streams:
+    random.seed(0)
+    _STREAMS[:] = [sys.stdout, sys.stderr]
+
+
+def seed(source: bytes) -> None:
+    """Have the global random generators start from the program's text; where it names none, they start from 0."""
+    if b"random" in source:
+        import hashlib
+
+        number = int.from_bytes(hashlib.blake2b(source, digest_size=4).digest(), "big")
+        random.seed(number)
+        numpy_random = sys.modules.get("numpy.random")
+        if numpy_random is not None:
+            numpy_random.seed(number)
+
+
+def namespace() -> dict[str, object]:
+    """Where the program's names live."""
+    return _MAIN.__dict__
+
+
+def finish() -> int:
+    """Wait for the program's threads, run its exit handlers, flush; the exit code that this gives."""
+    code = 0
+    # Both walk through much of the interpreter, which a forked child pays for page by page: only where there is a need.
+    if len(threading._active) > 1 or getattr(threading, "_threading_atexits", None):  # type: ignore[attr-defined]
+        code = guard(threading._shutdown)  # type: ignore[attr-defined]
+    if atexit._ncallbacks():
+        code = guard(atexit._run_exitfuncs) or code
+    for stream in _STREAMS:
         if not stream.closed:
-            code = _guard(stream.flush, silent=True) or code
+            code = guard(stream.flush, silent=True) or code
     return code
 
 
-def _seed(source: bytes) -> None:
-    seed = zlib.crc32(source)
-    random.seed(seed)
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed(seed)
+def execute(source: bytes, namespace: dict[str, object], name: str) -> None:
+    """Run a program in a namespace; a last bare expression is shown as its repr. Raises what the program raises.
 
-
-def _execute(source: bytes, namespace: dict[str, object]) -> None:
+    Args:
+        name: what tracebacks call the program; it starts with one of NAMES.
+    """
     text = source.decode("utf-8", "surrogatepass")
     lines = text.splitlines(keepends=True)
-    linecache.cache[NAME] = (len(text), None, lines, NAME)
+    linecache.cache[name] = (len(text), None, lines, name)
     if _ends_with_print(lines):
-        exec(compile(text, NAME, "exec", dont_inherit=True), namespace)  # noqa: S102
+        exec(compile(text, name, "exec", dont_inherit=True), namespace)  # noqa: S102
         return
-    tree = ast.parse(text, NAME)
+    tree = ast.parse(text, name)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    body = compile(tree, NAME, "exec", dont_inherit=True)
+    body = compile(tree, name, "exec", dont_inherit=True)
     shown = None
     if last is not None:
         flags = body.co_flags & _FUTURE_FLAGS
-        shown = compile(ast.Interactive([last]), NAME, "single", flags, dont_inherit=True)
+        shown = compile(ast.Interactive([last]), name, "single", flags, dont_inherit=True)
     exec(body, namespace)  # noqa: S102
     if shown is not None:
         exec(shown, namespace)  # noqa: S102
@@ -91,7 +121,7 @@ def _ends_with_print(lines: list[str]) -> bool:
     return bool(ends) and ends[-1].startswith("print(") and not ends[0].rstrip().endswith("\\")
 
 
-def _guard(action: Callable[[], object], silent: bool = False) -> int:
+def guard(action: Callable[[], object], silent: bool = False) -> int:
     """Run an action; show what it raises; return the exit code that this means."""
     try:
         action()
@@ -146,6 +176,6 @@ def _own_frames(report: traceback.TracebackException) -> None:
         if part is None or id(part) in seen:
             continue
         seen.add(id(part))
-        own = [frame for frame in part.stack if frame.filename == NAME]
+        own = [frame for frame in part.stack if frame.filename.startswith(NAMES)]
         part.stack = traceback.StackSummary.from_list(own) if own else None  # type: ignore[assignment]
         todo += [part.__cause__, part.__context__, *(getattr(part, "exceptions", None) or ())]

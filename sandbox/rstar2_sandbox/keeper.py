@@ -1,7 +1,8 @@
 """A slot keeper: lives in the slot's jail, forks one child for each call, and proves the slot empty afterwards.
 
 It never runs a program and never sees one: it receives descriptors and limits, hands them to the child, and tells the
-parent what the kernel said. The parent keeps the clock and asks for the kill.
+parent what the kernel said. The parent keeps the clock and asks for the kill. The loop exists twice, in C (forker.c)
+and here, for where that was not compiled; both do the same.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ import struct
 import time
 from typing import NoReturn
 
-from rstar2_sandbox import jail, jail_child, linux
+from rstar2_sandbox import forker, jail, jail_child, linux
 
 # The C library's fork without the interpreter's own after-fork work: this process has one thread, and the child seeds
 # its random module itself. It saves a third of a small call.
 _fork = getattr(ctypes.PyDLL(None), "fork", os.fork)
 REQUEST = struct.Struct("<cQQQQQ")
 REPLY = struct.Struct("<QiddQdII")
-RUN, GRADE, KILL = b"R", b"G", b"K"
+FENCE = struct.Struct("<iiiiQQQ256s")
+RUN, GRADE, SQL, OCTAVE, SESSION = b"R", b"G", b"Q", b"O", b"S"
+KILL, PAUSE, GO_ON = b"K", b"P", b"C"
+_PIECE = 16384
 
 
 class Keeper:
@@ -37,44 +41,90 @@ class Keeper:
         child_uid: user id that children take, or None to keep the own one.
         folders: writable folders, wiped after each call; the first is the working folder.
         keep: names in the folders that belong to the jail itself.
+        library: the compiled loop, or None to use the one below.
     """
 
     def __init__(
-        self, control: socket.socket, tier: str, child_uid: int | None, folders: list[str], keep: frozenset[str]
+        self,
+        control: socket.socket,
+        tier: str,
+        child_uid: int | None,
+        folders: list[str],
+        keep: frozenset[str],
+        library: forker.Forker | None,
     ) -> None:
         self.control = control
         self.tier = tier
         self.child_uid = child_uid
         self.folders = folders
         self.keep = keep
+        self.library = library
         self.baseline = self._usage()
         self.memory_bytes = _address_space_bytes()
         # Held open: landlock closes /proc in the tier that needs it.
         self.children = open(f"/proc/self/task/{os.getpid()}/children") if tier == jail.PLAIN else None
+        self._ranges = forker.writable_ranges() if library else []
 
     def serve(self) -> NoReturn:
         """Run calls until the parent is gone."""
         _open_streams()
-        gc.collect()
-        gc.freeze()
-        gc.disable()
+        jail_child.prepare()
+        gc.enable()
+        if self.library is not None:
+            self.library.collapse(self._ranges)
+            self._serve_in_c(self.library)
+        import mmap
+
+        # Written by a child that stands confined, and out of its reach before it runs anything.
+        self._confined = mmap.mmap(-1, 1)
         while True:
             message, fds, _, _ = socket.recv_fds(self.control, 256, 4)
             if not message:
                 os._exit(0)
             kind, serial, *limits = REQUEST.unpack(message)
-            if kind != KILL:
+            if len(fds) == 4:
                 self.control.send(self._call(kind, serial, limits, fds))
+
+    def _serve_in_c(self, library: forker.Forker) -> NoReturn:
+        fence = FENCE.pack(
+            self.control.fileno(),
+            jail.TIERS.index(self.tier),
+            -1 if self.child_uid is None else self.child_uid,
+            -1 if self.children is None else self.children.fileno(),
+            self.memory_bytes,
+            *self.baseline,
+            self.folders[0].encode(),
+        )
+        answer = ctypes.create_string_buffer(REPLY.size)
+        while True:
+            state = library.serve(fence, answer)
+            if state > forker.GONE:
+                self._child(state)
+            if state == forker.GONE:
+                os._exit(0)
+            *fields, _ = REPLY.unpack(answer.raw)
+            self.control.send(REPLY.pack(*fields, int(self._clean())))
 
     def _call(self, kind: bytes, serial: int, limits: list[int], fds: list[int]) -> bytes:
         started = time.monotonic()
+        self._confined[0] = 0
         pid = _fork()
         if pid == 0:
-            self._child(kind, limits, fds)
+            try:
+                self._become_child(limits, fds)
+            except (OSError, ValueError):
+                os._exit(1)
+            self._confined[0] = 1
+            self._confined.close()
+            self._child(kind[0])
+        if pid < 0:
+            os._exit(1)
         for fd in fds:
             os.close(fd)
         self._watch(pid, serial)
         _, status, usage = os.wait4(pid, 0)
+        if not self._confined[0]:
+            os._exit(1)
         run_s = time.monotonic() - started
         strays = self._empty_slot()
         clean = self._clean()
@@ -88,6 +138,7 @@ class Keeper:
         poller = select.poll()
         poller.register(leader, select.POLLIN)
         poller.register(self.control, select.POLLIN)
+        everything = -1 if self.tier == jail.NAMESPACES else pid
         while True:
             ready = [fd for fd, _ in poller.poll()]
             if leader in ready:
@@ -97,22 +148,26 @@ class Keeper:
                 os.kill(pid, signal.SIGKILL)
                 self._empty_slot()
                 os._exit(0)
-            if REQUEST.unpack(message)[:2] == (KILL, serial):
+            kind, number = REQUEST.unpack(message)[:2]
+            if number != serial:
+                continue
+            if kind == KILL:
                 os.kill(pid, signal.SIGKILL)
+            elif kind == PAUSE:
+                os.kill(everything, signal.SIGSTOP)
+            elif kind == GO_ON:
+                os.kill(everything, signal.SIGCONT)
         os.close(leader)
 
-    def _child(self, kind: bytes, limits: list[int], fds: list[int]) -> NoReturn:
+    def _child(self, kind: int) -> NoReturn:
+        """Confined, with source, input and outputs at their places: run what was asked for."""
         code = 1
         try:
-            self._become_child(limits, fds)
-            source = _read_all(3)
-            os.close(3)
-            if kind == GRADE:
-                from rstar2_sandbox import grade_child
-
-                code = grade_child.run(source)
-            else:
-                code = jail_child.run(source)
+            if self.tier == jail.PLAIN:
+                abi = linux.landlock_abi()
+                if abi >= 6:
+                    linux.landlock([], [], abi)
+            code = _program(kind)
         finally:
             os._exit(code)
 
@@ -141,9 +196,6 @@ class Keeper:
             linux.drop_capabilities()
         if self.tier != jail.NAMESPACES:
             linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
-            abi = linux.landlock_abi()
-            if abi >= 6:
-                linux.landlock([], [], abi)
         os.chdir(self.folders[0])
 
     def _empty_slot(self) -> int:
@@ -174,7 +226,8 @@ class Keeper:
         elif self.children is not None:
             self.children.seek(0)
             for pid in self.children.read().split():
-                os.kill(int(pid), signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
 
     def _usage(self) -> tuple[int, int]:
         if self.tier == jail.NAMESPACES:
@@ -194,6 +247,27 @@ class Keeper:
         return self._usage() == self.baseline
 
 
+def _program(kind: int) -> int:
+    """In the child: what the call asked for, with descriptor 3 as its source; the exit code."""
+    if kind == SESSION[0]:
+        from rstar2_sandbox import session_child
+
+        return session_child.run(3)
+    if kind == OCTAVE[0]:
+        os.execv(jail.OCTAVE[0], jail.OCTAVE)
+    source = _read_all(3)
+    os.close(3)
+    if kind == RUN[0]:
+        return jail_child.run(source)
+    if kind == SQL[0]:
+        from rstar2_sandbox import sql_child
+
+        return sql_child.run(source)
+    from rstar2_sandbox import grade_child
+
+    return grade_child.run(source)
+
+
 def _open_streams() -> None:
     """Build the children's standard streams over pipes, as they will find them, then let go of the pipes."""
     outer, inner = os.pipe()
@@ -208,8 +282,10 @@ def _open_streams() -> None:
 
 
 def _read_all(fd: int) -> bytes:
-    size = os.fstat(fd).st_size
-    return os.pread(fd, size, 0)
+    found = os.pread(fd, _PIECE, 0)
+    while len(found) % _PIECE == 0 and (more := os.pread(fd, _PIECE, len(found))):
+        found += more
+    return found
 
 
 def _address_space_bytes() -> int:

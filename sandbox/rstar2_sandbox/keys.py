@@ -6,12 +6,38 @@ PREFIX = "rstar2"
 GROUP = "nodes"
 EXECUTE = "execute"
 VERIFY = "verify"
-LANES = (EXECUTE, VERIFY)
+SESSION = "session"
+LANES = (EXECUTE, VERIFY, SESSION)
 
 
-def stream(lane: str) -> str:
-    """Stream of a lane; one entry is a micro-batch of calls."""
-    return f"{PREFIX}:calls:{lane}"
+def stream(lane: str, run: str) -> str:
+    """Stream of one run's calls in a lane; one entry is a micro-batch. A stream for each run, so that runs share."""
+    return f"{PREFIX}:calls:{lane}:{run}"
+
+
+def runs(lane: str) -> str:
+    """Set: runs that have a stream in this lane."""
+    return f"{PREFIX}:runs:{lane}"
+
+
+def at_node(node: str) -> str:
+    """Stream of calls for one node only: cells of sessions that live there."""
+    return f"{PREFIX}:calls:at:{node}"
+
+
+def control() -> str:
+    """Channel on which every node listens: a new run, a new epoch."""
+    return f"{PREFIX}:control"
+
+
+def dead_letters() -> str:
+    """Stream, trimmed: what was known of calls that were given up."""
+    return f"{PREFIX}:dead"
+
+
+def statistics() -> str:
+    """Hash: node name to what it counted, as JSON; see metrics."""
+    return f"{PREFIX}:statistics"
 
 
 def result(run: str, key: str) -> str:

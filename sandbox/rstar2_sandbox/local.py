@@ -93,13 +93,19 @@ class Local:
 
 
 def start_local(
-    *, slots: int = 2, verify_slots: int = 1, isolation: str = "auto", min_isolation: str = "plain"
+    *,
+    slots: int = 2,
+    verify_slots: int = 1,
+    session_slots: int = 2,
+    isolation: str = "auto",
+    min_isolation: str = "plain",
 ) -> Local:
     """Start a private Redis and a worker node, and return when calls are taken.
 
     Args:
         slots: executions at once.
         verify_slots: verifications at once that need a process.
+        session_slots: stateful sessions that live at once.
         isolation, min_isolation: see executor.Settings.
 
     Raises:
@@ -112,6 +118,7 @@ def start_local(
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     options = ["--slots", str(slots), "--verify_slots", str(verify_slots)]
+    options += ["--session_slots", str(session_slots)]
     options += ["--isolation", isolation, "--min_isolation", min_isolation]
     process = subprocess.Popen(
         [sys.executable, "-m", "rstar2_sandbox", "supervise", folder, *options],

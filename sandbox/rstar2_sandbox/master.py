@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
 import os
 import shutil
 import subprocess
 from typing import Any
+
+import redis.exceptions
 
 from rstar2_sandbox import keys, protocol
 from rstar2_sandbox.client import LOST, connect
@@ -19,7 +22,27 @@ from rstar2_sandbox.protocol import Call, Outcome, Status, Verdict, Verification
 
 REAP_S = 1.0
 LOCK_MS = 3000
-IDLE_CONSUMER_MS = 60_000
+FORGET_S = 60.0
+DEAD_LETTER_CHARS = 4096
+
+# KEYS: stream, dead letters. ARGV: group, entry, seconds that a fault is kept, number of entries to write again, these;
+# then for each call that is given up: result key, channel, result, letter. One reaper alone gets past the first line.
+_RETURN = """
+if redis.call('XACK', KEYS[1], ARGV[1], ARGV[2]) == 0 then return 0 end
+redis.call('XDEL', KEYS[1], ARGV[2])
+local at = 5 + tonumber(ARGV[4])
+for index = 5, at - 1 do redis.call('XADD', KEYS[1], '*', 'calls', ARGV[index]) end
+while at < #ARGV do
+  redis.call('SET', ARGV[at], ARGV[at + 2], 'NX', 'EX', ARGV[3])
+  redis.call('PUBLISH', ARGV[at + 1], '[' .. ARGV[at + 2] .. ']')
+  redis.call('XADD', KEYS[2], 'MAXLEN', '~', 1000, '*', 'letter', ARGV[at + 3])
+  at = at + 4
+end
+return 1
+"""
+_FORGET_RUN = (
+    "if redis.call('XLEN', KEYS[1]) == 0 then redis.call('DEL', KEYS[1]); redis.call('SREM', KEYS[2], ARGV[1]) end"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +58,31 @@ def find_redis_server() -> str:
     )
 
 
-def redis_config(folder: str, password: str, *, port: int = 0, bind: str = "127.0.0.1") -> str:
-    """Configuration of a server that keeps nothing on disk. Port 0: only a socket file in the folder."""
+def redis_config(
+    folder: str, password: str, *, port: int = 0, bind: str = "127.0.0.1", max_bytes: int = 0, keep: bool = False,
+    users: str = "",
+) -> str:  # fmt: skip
+    """Configuration of a server.
+
+    Args:
+        folder: for its socket, its log, and its data if it keeps any.
+        port: 0: only a socket file in the folder.
+        max_bytes: memory at which it refuses calls (clients then wait and try again); 0: no bound.
+        keep: write what it holds to disk, so that it survives a restart.
+        users: file of Redis users (see deploy/redis-users.acl); empty: the password opens everything.
+    """
     lines = [
         f"dir {folder}",
         'save ""',
-        "appendonly no",
-        f"requirepass {password}",
+        f"appendonly {'yes' if keep else 'no'}",
+        f"maxmemory {max_bytes}",
+        *([] if users else [f"requirepass {password}"]),
         "maxmemory-policy noeviction",
         "client-output-buffer-limit pubsub 256mb 128mb 60",
         f"logfile {folder}/redis.log",
         f"port {port}",
     ]
+    lines += [f"aclfile {users}"] if users else []
     lines += [f"bind {bind}"] if port else [f"unixsocket {folder}/redis.sock", "unixsocketperm 700"]
     return "\n".join(lines) + "\n"
 
@@ -98,45 +134,63 @@ class Reaper:
         now = seconds + micros / 1e6
         members = await self._redis.zrangebyscore(keys.nodes(), now, "+inf")
         alive = {member.rpartition(b"/")[0] for member in members}
-        await self._redis.zremrangebyscore(keys.nodes(), "-inf", now - 60)
+        for member in await self._redis.zrangebyscore(keys.nodes(), "-inf", now - FORGET_S):
+            await self._forget_node(member)
         for lane in keys.LANES:
-            if not await self._redis.exists(keys.stream(lane)):
-                continue
-            for consumer in await self._redis.xinfo_consumers(keys.stream(lane), keys.GROUP):
-                if consumer["name"] in alive:
-                    continue
-                if consumer["pending"]:
-                    await self._return_entries(lane, consumer["name"])
-                elif consumer["idle"] > IDLE_CONSUMER_MS:
-                    await self._redis.xgroup_delconsumer(keys.stream(lane), keys.GROUP, consumer["name"])
+            for run in await self._redis.smembers(keys.runs(lane)):
+                await self._tend(lane, run.decode("utf-8", "replace"), alive, now)
 
-    async def _return_entries(self, lane: str, owner: bytes) -> None:
-        stream = keys.stream(lane)
+    async def _forget_node(self, member: bytes) -> None:
+        name = member.rpartition(b"/")[0].decode("utf-8", "replace")
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.delete(keys.at_node(name))
+            pipe.hdel(keys.statistics(), name)
+            pipe.zrem(keys.nodes(), member)
+            await pipe.execute()
+
+    async def _tend(self, lane: str, run: str, alive: set[bytes], now: float) -> None:
+        """Look after one stream: return what dead nodes hold; forget a run that has sent nothing for a while."""
+        stream = keys.stream(lane, run)
+        try:
+            about = await self._redis.xinfo_stream(stream)
+            consumers = await self._redis.xinfo_consumers(stream, keys.GROUP)
+        except redis.exceptions.ResponseError:
+            return  # no stream or no group yet: no node has anything of it
+        for consumer in consumers:
+            if consumer["name"] in alive:
+                continue
+            if consumer["pending"]:
+                await self._return_entries(stream, consumer["name"])
+            elif consumer["idle"] > 1000 * FORGET_S:
+                await self._redis.xgroup_delconsumer(stream, keys.GROUP, consumer["name"])
+        last = int(bytes(about["last-generated-id"]).partition(b"-")[0])
+        if not about["length"] and now - last / 1000 > FORGET_S:
+            await self._redis.eval(_FORGET_RUN, 2, stream, keys.runs(lane), run)
+
+    async def _return_entries(self, stream: str, owner: bytes) -> None:
         pending = await self._redis.xpending_range(stream, keys.GROUP, "-", "+", 100, consumername=owner)
         for row in pending:
             entry = row["message_id"]
             found = await self._redis.xrange(stream, entry, entry)
-            calls = _calls_of(found[0][1]) if found else []
-            async with self._redis.pipeline(transaction=True) as pipe:
-                for call in calls:
-                    self._return_call(pipe, call, owner.decode("utf-8", "replace"))
-                pipe.xack(stream, keys.GROUP, entry)
-                pipe.xdel(stream, entry)
-                await pipe.execute()
+            again, ended = [], []
+            for call in _calls_of(found[0][1]) if found else []:
+                if call.deliveries + 1 < protocol.MAX_DELIVERIES:
+                    # Alone in its entry, so that a call that kills its nodes takes no neighbour with it.
+                    again.append(protocol.encode_calls([dataclasses.replace(call, deliveries=call.deliveries + 1)]))
+                else:
+                    ended += _dead_letter(call, owner.decode("utf-8", "replace"))
+            arguments = [keys.GROUP, entry, protocol.INFRA_TTL_S, len(again), *again, *ended]
+            if await self._redis.eval(_RETURN, 2, stream, keys.dead_letters(), *arguments):
+                self.requeued += len(again)
+                self.dead_letters += len(ended) // 4
 
-    def _return_call(self, pipe: Any, call: Call, owner: str) -> None:
-        """Alone in its entry, so that a call that kills its nodes takes no neighbour with it."""
-        deliveries = call.deliveries + 1
-        if deliveries >= protocol.MAX_DELIVERIES:
-            self.dead_letters += 1
-            detail = f"given up after {deliveries} deliveries: each node that had it died, the last was {owner}"
-            payload = protocol.encode_result(call.key, infra_result(call, detail))
-            pipe.set(keys.result(call.run, call.key), payload, nx=True, ex=protocol.INFRA_TTL_S)
-            pipe.publish(call.reply, payload)
-            return
-        self.requeued += 1
-        again = protocol.encode_calls([dataclasses.replace(call, deliveries=deliveries)])
-        pipe.xadd(keys.stream(call.lane), {"calls": again})
+
+def _dead_letter(call: Call, owner: str) -> list[str]:
+    """Result key, channel, result, and what is kept for a person to look at."""
+    detail = f"given up after {call.deliveries + 1} deliveries: each node that had it died, the last was {owner}"
+    payload = protocol.encode_result(call.key, infra_result(call, detail))
+    known = {"run": call.run, "key": call.key, "lane": call.lane, "detail": detail, "body": dict(call.body)}
+    return [keys.result(call.run, call.key), call.reply, payload, json.dumps(known)[:DEAD_LETTER_CHARS]]
 
 
 def _calls_of(fields: dict[bytes, bytes]) -> list[Call]:

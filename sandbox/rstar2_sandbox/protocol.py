@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,12 @@ BATCH_BYTES = 2**20
 RESULT_TTL_S = 900
 INFRA_TTL_S = 10
 MAX_DELIVERIES = 3
+SUPERSEDED = "superseded by a later epoch of its run"
+PYTHON, SQL, OCTAVE = "python", "sql", "octave"
+LANGUAGES = (PYTHON, SQL, OCTAVE)
+# A result's keeping time shrinks with its size, so that results take no more than this many byte-seconds each.
+_KEPT_BYTE_SECONDS = RESULT_TTL_S * 4096
+MIN_TTL_S = 60
 
 
 class Status(enum.StrEnum):
@@ -88,7 +95,10 @@ class Execution:
     """One program to run.
 
     Args:
-        code: Python source.
+        code: source text.
+        language: one of LANGUAGES: Python; SQL on an SQLite database in memory; Octave where a node has it.
+        session: name, inside the run, of the stateful Python session that the code is a cell of; empty: it runs alone.
+            The limits of the session's first cell, but for the wall clock's, hold for all of them.
         stdin: text given on standard input; empty means end of file at once.
         key: idempotency key: the same key in the same run is executed once. Empty: a fresh one.
         limits: see Limits.
@@ -99,6 +109,8 @@ class Execution:
     """
 
     code: str
+    language: str = PYTHON
+    session: str = ""
     stdin: str = ""
     key: str = ""
     limits: Limits = Limits()
@@ -108,6 +120,11 @@ class Execution:
         _check_bytes("code", self.code, MAX_CODE_BYTES)
         _check_bytes("stdin", self.stdin, MAX_STDIN_BYTES)
         _check_key(self.key)
+        _check_key(self.session)
+        if self.language not in LANGUAGES:
+            raise ValueError(f"language = {self.language!r}: must be one of {', '.join(LANGUAGES)}")
+        if self.session and (self.language != PYTHON or self.stdin):
+            raise ValueError("a cell of a session is Python without standard input")
         if not 0 <= self.deadline_s < 2**31:
             raise ValueError(f"deadline_s = {self.deadline_s!r}: must be 0 (derived from the limits) or seconds")
 
@@ -125,6 +142,7 @@ class Outcome:
         run_s: seconds of wall time it ran; cpu_s: CPU seconds it used.
         tier: isolation that it ran under.
         detail: for REJECTED and INFRA: what happened, in one line.
+        at: for a cell whose session lives on: the node that keeps it.
     """
 
     status: Status
@@ -137,6 +155,7 @@ class Outcome:
     cpu_s: float = 0.0
     tier: str = ""
     detail: str = ""
+    at: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,6 +209,11 @@ class Call:
     deliveries: int = 0
 
 
+_LIMITS = tuple(field.name for field in dataclasses.fields(Limits))
+_OUTCOME = tuple(field.name for field in dataclasses.fields(Outcome))
+_VERIFICATION = tuple(field.name for field in dataclasses.fields(Verification))
+
+
 def _check_bytes(name: str, text: str, limit: int) -> None:
     if not isinstance(text, str):
         raise ValueError(f"{name} must be text, got {type(text).__name__}")
@@ -221,13 +245,32 @@ def check_verification(text: str, gold: str, key: str) -> None:
 
 def execution_body(execution: Execution) -> dict[str, Any]:
     """The part of an Execution that the node needs."""
-    return {"code": execution.code, "stdin": execution.stdin, "limits": dataclasses.asdict(execution.limits)}
+    limits = execution.limits
+    return {
+        "code": execution.code,
+        "stdin": execution.stdin,
+        "language": execution.language,
+        "session": execution.session,
+        "limits": {name: getattr(limits, name) for name in _LIMITS},
+    }
+
+
+@functools.lru_cache(maxsize=64)
+def _limits(**fields: float) -> Limits:
+    return Limits(**fields)  # type: ignore[arg-type]
 
 
 def execution_from_body(body: Mapping[str, Any], key: str) -> Execution:
     """Inverse of execution_body. Raises ProtocolError naming what is wrong."""
     try:
-        return Execution(code=body["code"], stdin=body["stdin"], key=key, limits=Limits(**body["limits"]))
+        return Execution(
+            code=body["code"],
+            stdin=body["stdin"],
+            language=body["language"],
+            session=body["session"],
+            key=key,
+            limits=_limits(**body["limits"]),
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"not an execution: {type(error).__name__}: {error}") from error
 
@@ -271,16 +314,52 @@ def decode_calls(payload: str | bytes) -> list[Call]:
 
 def encode_result(key: str, result: Outcome | Verification) -> str:
     """A finished call as ASCII JSON, with its key in front."""
-    kind = "o" if isinstance(result, Outcome) else "v"
-    return json.dumps([key, kind, dataclasses.asdict(result)], separators=(",", ":"))
+    kind, names = ("o", _OUTCOME) if isinstance(result, Outcome) else ("v", _VERIFICATION)
+    return json.dumps([key, kind, {name: getattr(result, name) for name in names}], separators=(",", ":"))
 
 
 def decode_result(payload: str | bytes) -> tuple[str, Outcome | Verification]:
     """Inverse of encode_result. Raises ProtocolError naming what is wrong."""
     try:
-        key, kind, fields = json.loads(payload)
+        return _result(json.loads(payload))
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a result: {type(error).__name__}: {error}") from error
+
+
+def decode_results(payload: str | bytes) -> list[tuple[str, Outcome | Verification]]:
+    """The results of one announcement: a JSON list of what encode_result gives. Raises ProtocolError."""
+    try:
+        rows = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"not results: {type(error).__name__}: {error}") from error
+    if not isinstance(rows, list):
+        raise ProtocolError(f"not results: a {type(rows).__name__}")
+    return [_result(row) for row in rows]
+
+
+def _result(row: Any) -> tuple[str, Outcome | Verification]:
+    try:
+        key, kind, fields = row
+        if not isinstance(key, str):
+            raise TypeError(f"a key that is a {type(key).__name__}")
         if kind == "o":
             return key, Outcome(**(fields | {"status": Status(fields["status"])}))
         return key, Verification(**(fields | {"verdict": Verdict(fields["verdict"])}))
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"not a result: {type(error).__name__}: {error}") from error
+
+
+def decode_news(payload: str | bytes) -> tuple[Any, ...]:
+    """What the control channel says: ("run", lane) or ("epoch", run, number). Raises ProtocolError."""
+    try:
+        news = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"not news: {type(error).__name__}: {error}") from error
+    if isinstance(news, list) and [type(part) for part in news] in ([str, str], [str, str, int]):
+        return tuple(news)
+    raise ProtocolError(f"not news: {payload!r:.80}")
+
+
+def result_ttl_s(payload: str) -> int:
+    """Seconds that a result is kept: long for a small one, shorter for a large one, so that memory stays bounded."""
+    return max(MIN_TTL_S, min(RESULT_TTL_S, _KEPT_BYTE_SECONDS // max(1, len(payload))))

@@ -83,6 +83,20 @@ VECTORS: tuple[tuple[str, str, bool], ...] = (
     (r"\boxed{17 million}", "17", False),
     (r"\boxed{17\text{ million}}", "17", False),
     (r"\boxed{10^{10^{10}}}", "100", False),
+    (r"\boxed{x \not= 17}", "17", False),
+    (r"\boxed{x \neq 17}", "17", False),
+    (r"\boxed{x \not\equiv 17}", "17", False),
+    ("\\boxed{x \u2260 17}", "17", False),
+    (r"\boxed{x <= 17}", "17", False),
+    (r"\boxed{x \approx 17 = 17}", "17", False),
+    (r"\boxed{17 millions}", "17", False),
+    (r"\boxed{17 thousandths}", "17", False),
+    (r"\boxed{17 tenths}", "17", False),
+    (r"\boxed{17\text{ hundredths}}", "17", False),
+    (r"\boxed{17 dozens}", "17", False),
+    (r"\boxed{17 meters}", "17", True),
+    (r"\boxed{17 students}", "17", True),
+    (r"\boxed{17 minutes}", "17", True),
 )
 
 

@@ -19,7 +19,7 @@ from fractions import Fraction
 from rstar2_sandbox import exact, vectors
 from rstar2_sandbox.protocol import Verdict, Verification
 
-RULES_VERSION = "1"
+RULES_VERSION = "2"
 MAX_ANSWER_CHARS = 20_000
 MAX_ASK_CHARS = 500
 MAX_DRESSED_CHARS = 300
@@ -51,8 +51,20 @@ _INTEGER = re.compile(r"([+-]?)\s*([0-9]+)(?:\.0*)?")
 _UNIT = re.compile(r"(?<=[\d\s)])\s*([A-Za-z]{2,}[A-Za-z./ ]*)(?:\^\s*\{?\s*[23]\s*\}?)?\s*\.?$")
 _ORDINAL = re.compile(r"(?<=\d)\s*(?:st|nd|rd|th)$")
 _NOT_UNITS = frozenset(
-    "and or to mod modulo plus minus times over factorial hundred thousand million billion trillion dozen half halves "
-    "third thirds quarter quarters squared cubed base is not pi infinity".split()
+    "and or to mod modulo plus minus times over factorial squared cubed base is not pi infinity "
+    "kilo mega giga milli micro nano mil mln mn bn tn".split()
+)
+# Words that multiply or divide the number before them, in the singular, the plural, and as parts (thousandths).
+_SCALE = re.compile(
+    r"(?:half|halves|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|nin(?:th|eth)|tenth|eleventh|twelfth|dozen|"
+    r"score|gross|lakh|crore|ten|twent[iy]|hundred|thousand|[mbtr]illi(?:on|ard)|quadrillion|quintillion|googol)"
+    r"(?:s|e?ths?)?|\w*(?:illion|thousand|hundred|teen|tie)ths?)",
+    re.IGNORECASE,
+)
+# Relations that are not equality: what stands before one is no label.
+_UNEQUAL = re.compile(
+    r"\\(?:not|neq?|[ln]?[lg]eq?(?:q|slant)?|[lg]t|approx|sim(?:eq)?|propto|n(?:equiv|cong))(?![A-Za-z])"
+    r"|[≠≈<>!]\s*=|[≠≈<>≤≥]"
 )
 _ASKABLE = re.compile(r"[\d\s+\-*/^!.(){}\[\]|]*")
 _FUNCTIONS = re.compile(
@@ -162,12 +174,16 @@ def integer(text: str) -> str | None:
 
 def _bare_number(text: str) -> str:
     """Without the label before and the unit, degree, percent or congruence after it."""
+    if _UNEQUAL.search(text):
+        return text
     text = _SAID.sub("", _LABEL.sub("", text))
     text = _CURRENCY.sub(r"\1", text)
     for pattern in (_CONGRUENCE, _DEGREE, _PERCENT, _ORDINAL):
         text = pattern.sub("", text)
     unit = _UNIT.search(text)
-    if unit and not _NOT_UNITS & set(unit.group(1).lower().split()):
+    if unit and not any(
+        word in _NOT_UNITS or _SCALE.fullmatch(word) for word in re.split(r"[ ./]+", unit.group(1).lower())
+    ):
         text = text[: unit.start()]
     return text.strip()
 
@@ -202,7 +218,7 @@ def _expression(answer: str, gold: str, integer_gold: bool) -> Examined:
 
 def _value(text: str) -> Fraction | None:
     """Exact value; of a chain of equalities, that of its members, which must agree; a leading label is dropped."""
-    if len(text) > exact.MAX_CHARS:
+    if len(text) > exact.MAX_CHARS or _UNEQUAL.search(text):
         return None
     members = [_bare_number(member.strip()) for member in text.split("=", MAX_MEMBERS)]
     if len(members) > 1 and exact.value(members[0]) is None and _LABEL.match(text):
@@ -231,8 +247,14 @@ def _squeeze(text: str) -> str:
     return re.sub(r"\s+", "", text).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
 
 
-def conclude(examined: Examined, library: bool | None, note: str = "", run_s: float = 0.0) -> Verification:
-    """The verdict: the exact rules first; the library only where they left it open; silence means wrong."""
+def conclude(
+    examined: Examined, library: bool | None, note: str = "", run_s: float = 0.0, rules: str = ""
+) -> Verification:
+    """The verdict: the exact rules first; the library only where they left it open; silence means wrong.
+
+    Args:
+        rules: version of the rules and of the library that was there to be asked; empty: the rules alone.
+    """
     if examined.exact is not None:
         right, reason = examined.exact, examined.reason
     else:
@@ -243,7 +265,7 @@ def conclude(examined: Examined, library: bool | None, note: str = "", run_s: fl
         reason=f"{reason}; library: {note}" if note else reason,
         exact=examined.exact,
         library=library,
-        rules=RULES,
+        rules=rules or RULES,
         run_s=run_s,
     )
 

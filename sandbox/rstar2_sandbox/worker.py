@@ -1,81 +1,38 @@
 """A node: takes calls from the queue as its slots become free, and answers each one as it finishes.
 
-The stream's consumer group gives each entry to one node; the node's heartbeat is its lease on it. A call is answered
-once: the first result under its key stands, and whoever submitted it again hears that one.
+Each run has a stream in each lane; the streams' consumer groups give each entry to one node, and the node's heartbeat
+is its lease on it. A call is answered once: the first result under its key stands, and whoever submitted it again hears
+that one.
 
-Deliberately not here: how a program is confined (executor, keeper, jail) and how an answer is judged (verify).
+Deliberately not here: how a program is confined (executor, keeper, jail), how an answer is judged (verify), and how
+results get to Redis (answers).
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
-import dataclasses
+import contextlib
+import json
 import logging
 import os
 import signal
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
-from rstar2_sandbox import executor, keys, protocol, verify
-from rstar2_sandbox.client import LOST, connect, end_tasks
+from rstar2_sandbox import executor, keys, protocol, session, verify
+from rstar2_sandbox.answers import Answers, Entry
+from rstar2_sandbox.connection import LOST, connect, end_tasks
 from rstar2_sandbox.images import GRADE, MATH, SlotError
+from rstar2_sandbox.lanes import Lane, Readers
 from rstar2_sandbox.master import Reaper, infra_result
+from rstar2_sandbox.metrics import Tally
 from rstar2_sandbox.protocol import Call, Outcome, Status, Verification
 
 BEAT_S, LEASE_S = 1.0, 5.0
-BLOCK_MS = 1000
-
-# ARGV: group, number of results, then for each: result key, seconds it is kept, payload, number of channels, channels;
-# then pairs of stream and entry id to acknowledge.
-_FINISH = """
-local at = 3
-for _ = 1, tonumber(ARGV[2]) do
-  local payload, channels = ARGV[at + 2], tonumber(ARGV[at + 3])
-  if not redis.call('SET', ARGV[at], payload, 'NX', 'EX', ARGV[at + 1]) then
-    payload = redis.call('GET', ARGV[at]) or payload
-  end
-  for index = at + 4, at + 3 + channels do redis.call('PUBLISH', ARGV[index], payload) end
-  at = at + 4 + channels
-end
-while at < #ARGV do
-  redis.pcall('XACK', ARGV[at], ARGV[1], ARGV[at + 1])
-  redis.call('XDEL', ARGV[at], ARGV[at + 1])
-  at = at + 2
-end
-"""
-VERIFY_BACKLOG = 256
+VERIFY_AHEAD = 256
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(slots=True)
-class _Entry:
-    """A stream entry that this node holds, and how many of its calls are unanswered."""
-
-    stream: str
-    id: str
-    left: int
-
-
-@dataclasses.dataclass(slots=True)
-class _Lane:
-    """Calls of one kind that this node holds but has not started, and the slots that take them."""
-
-    name: str
-    slots: list[executor.Slot]
-    run: Callable[[executor.Slot, Call], Awaitable[Outcome | Verification]]
-    spare: int = 0
-    backlog: collections.deque[Call] = dataclasses.field(default_factory=collections.deque)
-    busy: int = 0
-    work: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    room: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-
-    @property
-    def free(self) -> int:
-        """Calls that may still be taken from the queue."""
-        return len(self.slots) + self.spare - self.busy - len(self.backlog)
 
 
 class Node:
@@ -83,45 +40,51 @@ class Node:
 
     Args:
         redis_url: address of the queue; the jailed children never learn it.
-        slots: executions at once; verification has slots of its own.
+        slots: executions at once; verification and sessions have slots of their own.
         settings: isolation.
         name: unique name of the node; a restarted node with the same name frees what its predecessor held. Empty: a
             fresh one.
+        verify_slots: verifications at once that need a process.
+        session_slots: stateful sessions that live at once.
     """
 
     def __init__(
-        self, redis_url: str, *, slots: int, settings: executor.Settings, name: str = "", verify_slots: int = 1
+        self,
+        redis_url: str,
+        *,
+        slots: int,
+        settings: executor.Settings,
+        name: str = "",
+        verify_slots: int = 1,
+        session_slots: int = 0,
     ) -> None:
+        self._url = redis_url
         self._redis = connect(redis_url)
         self._slots = slots
         self._exclusive = bool(name)
         self._base = name or os.uname().nodename
         self.name = f"{self._base}:{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._executor = executor.Executor(slots + verify_slots, settings)
-        self._lanes: dict[str, _Lane] = {}
-        self._waiters: dict[str, list[tuple[_Entry, str]]] = {}
-        self._results: list[list[str | int]] = []
-        self._acks: list[str] = []
-        self._flush = asyncio.Event()
+        self._counts = slots, verify_slots, session_slots
+        self._executor = executor.Executor(sum(self._counts), settings)
+        self._lanes: dict[str, Lane] = {}
+        self._answers = Answers(self._redis, self._busy)
         self._clock_offset_s = 0.0
         self._epochs: dict[str, int] = {}
-        self._held: set[tuple[str, str]] = set()
+        self._running: dict[executor.Slot, Call] = {}
         self._joined: asyncio.Future[None]
-        self.counts: collections.Counter[str] = collections.Counter()
+        self.tally = Tally()
 
     async def run(self, ready: Callable[[str], None] = lambda tier: None) -> None:
         """Serve until SIGTERM or cancellation; `ready` is called with the isolation tier once calls are taken."""
         await self._executor.start()
-        slots = self._executor.slots
-        self._lanes = {
-            keys.EXECUTE: _Lane(keys.EXECUTE, slots[: self._slots], self._execute),
-            keys.VERIFY: _Lane(keys.VERIFY, slots[self._slots :], self._verify, spare=VERIFY_BACKLOG),
-        }
+        self._open_lanes()
         self._joined = asyncio.get_running_loop().create_future()
-        jobs = [self._beat(), self._flusher(), Reaper(self._redis, self.name).run(), self._warm()]
+        readers = Readers(self._url, self.name, self._lanes, self._answers, self._admit)
+        jobs = [self._beat(), self._answers.run(), Reaper(self._redis, self.name).run(), self._warm()]
+        jobs += [self._sessions.watch(), self._listen(readers), *readers.jobs()]
         for lane in self._lanes.values():
-            lane.room.set()
-            jobs += [self._reader(lane), *(self._runner(lane, slot) for slot in lane.slots)]
+            lane.signal()
+            jobs += [self._runner(lane, slot) for slot in lane.slots]
         tasks = [asyncio.create_task(job) for job in jobs]
         loop = asyncio.get_running_loop()
         stop = loop.create_future()
@@ -134,13 +97,29 @@ class Node:
                     raise task.exception()  # type: ignore[misc]
         finally:
             self._joined.cancel()
-            await self._stop(tasks)
+            await end_tasks(tasks)
+            await readers.close()
+            await self._leave()
 
-    async def _stop(self, tasks: list[asyncio.Task[None]]) -> None:
-        await end_tasks(tasks)
+    def _open_lanes(self) -> None:
+        slots = list(self._executor.slots)
+        plain, verify_slots, session_slots = ([slots.pop(0) for _ in range(count)] for count in self._counts)
+        self._sessions = session.Sessions(session_slots)
+        self._lanes = {
+            keys.EXECUTE: Lane(keys.EXECUTE, plain, self._execute),
+            keys.VERIFY: Lane(keys.VERIFY, verify_slots, self._verify, ahead=VERIFY_AHEAD),
+        }
+        if session_slots:
+            self._lanes[keys.SESSION] = Lane(keys.SESSION, session_slots, self._cell, limit=lambda: self._sessions.free)
+            own = keys.at_node(self.name)
+            self._lanes[own] = Lane(own, session_slots, self._cell, stream=own, ahead=VERIFY_AHEAD)
+
+    async def _leave(self) -> None:
         self._executor.close()
         try:
             await self._redis.zrem(keys.nodes(), self._member)
+            await self._redis.delete(keys.at_node(self.name))
+            await self._redis.hdel(keys.statistics(), self.name)
         except LOST as error:
             logger.warning("the heartbeat was not withdrawn: %s", error)
         await self._redis.aclose()
@@ -151,6 +130,9 @@ class Node:
 
     def _now(self) -> float:
         return time.time() + self._clock_offset_s
+
+    def _busy(self) -> bool:
+        return any(lane.backlog for lane in self._lanes.values())
 
     async def _warm(self) -> None:
         """Warm the larger interpreters while the node already serves; a missing one is reported once."""
@@ -172,6 +154,7 @@ class Node:
                 first = False
                 await self._learn_epochs()
                 await self._redis.zadd(keys.nodes(), {self._member: self._now() + LEASE_S})
+                await self._redis.hset(keys.statistics(), self.name, json.dumps(self._report()))
                 if not self._joined.done():
                     self._joined.set_result(None)
             except LOST as error:
@@ -180,73 +163,79 @@ class Node:
                 continue
             await asyncio.sleep(BEAT_S)
 
+    def _report(self) -> dict[str, object]:
+        lanes = {lane.name: [lane.busy, len(lane.backlog)] for lane in self._lanes.values() if not lane.stream}
+        sizes = {"slots": self._counts[0], "verify_slots": self._counts[1], "session_slots": self._counts[2]}
+        sizes["sessions"] = self._counts[2] - self._sessions.free
+        return {"at": self._now(), "tier": self._executor.tier, "lanes": lanes} | sizes | self.tally.report()
+
     async def _learn_epochs(self) -> None:
-        """Look again at the epochs of the runs whose calls wait here."""
-        runs = sorted({call.run for lane in self._lanes.values() for call in lane.backlog})
-        values = await self._redis.mget([keys.epoch(run) for run in runs]) if runs else []
-        self._epochs = {run: int(value or 0) for run, value in zip(runs, values, strict=True)}
+        """Look again at the epochs of the runs whose calls wait or run here."""
+        runs = {call.run for call in self._running.values()}.union(
+            *(lane.backlog.runs() for lane in self._lanes.values())
+        )
+        names = sorted(runs)
+        values = await self._redis.mget([keys.epoch(run) for run in names]) if names else []
+        self._epochs = {}
+        for run, value in zip(names, values, strict=True):
+            await self._supersede(run, int(value or 0))
+
+    async def _supersede(self, run: str, epoch: int) -> None:
+        """End the calls of a run's earlier epochs: those that wait, and those that run."""
+        self._epochs[run] = epoch
+        if epoch == 0:
+            return
+        for lane in self._lanes.values():
+            for call in lane.backlog.drop(lambda call: call.run == run and call.epoch < epoch):
+                self._finish(call, rejected(call, protocol.SUPERSEDED))
+            lane.signal()
+        for slot, call in self._running.items():
+            if call.run == run and call.epoch < epoch:
+                slot.cancel()
+        await self._sessions.end_before(run, epoch)
+
+    async def _listen(self, readers: Readers) -> None:
+        """Hear of new runs and new epochs as they come."""
+        while True:
+            pubsub = self._redis.pubsub(ignore_subscribe_messages=True)
+            try:
+                await pubsub.subscribe(keys.control())
+                async for message in pubsub.listen():
+                    kind, *news = protocol.decode_news(message["data"])
+                    if kind == "run":
+                        await readers.unblock(self._redis, *news)
+                    elif kind == "epoch":
+                        await self._supersede(*news)
+            except (*LOST, protocol.ProtocolError) as error:
+                logger.warning("news wait for Redis: %s", error)
+                await asyncio.sleep(0.1)
+            finally:
+                with contextlib.suppress(*LOST):
+                    await pubsub.aclose()
 
     async def _free_predecessors(self) -> None:
         for member in await self._redis.zrange(keys.nodes(), 0, -1):
             if member.decode().startswith(f"{self._base}:") and member.decode() != self._member:
                 await self._redis.zrem(keys.nodes(), member)
 
-    async def _reader(self, lane: _Lane) -> None:
-        """Take entries while there is a free slot for them."""
-        stream = keys.stream(lane.name)
-        # After a fault, first what was handed to this node and perhaps never reached it.
-        start = ">"
-        while True:
-            await lane.room.wait()
-            try:
-                found = await self._redis.xreadgroup(
-                    keys.GROUP, self.name, {stream: start}, count=max(1, lane.free), block=BLOCK_MS
-                )
-                entries = found[0][1] if found else []
-                for entry, fields in entries:
-                    if (stream, entry.decode()) not in self._held:
-                        await self._admit(lane, entry.decode(), fields)
-                start = ">" if start == ">" or not entries else entries[-1][0]
-            except LOST as error:
-                start = "0"
-                if "NOGROUP" in str(error):
-                    await self._make_group(stream)
-                    continue
-                logger.warning("the %s lane waits for Redis: %s", lane.name, error)
-                await asyncio.sleep(0.1)
-
-    async def _make_group(self, stream: str) -> None:
-        try:
-            await self._redis.xgroup_create(stream, keys.GROUP, id="0", mkstream=True)
-        except LOST as error:
-            if "BUSYGROUP" not in str(error):
-                await asyncio.sleep(0.1)
-
-    async def _admit(self, lane: _Lane, entry_id: str, fields: dict[bytes, bytes] | None) -> None:
-        """Queue the calls of an entry that still need doing; answer the others at once."""
-        try:
-            calls = protocol.decode_calls((fields or {}).get(b"calls", b""))
-        except protocol.ProtocolError as error:
-            logger.error("an unreadable entry was dropped: %s", error)
-            calls = []
-        entry = _Entry(keys.stream(lane.name), entry_id, len(calls))
-        if not calls:
-            self._acks += [entry.stream, entry.id]
-            self._flush.set()
-            return
+    async def _admit(self, lane: Lane, entries: list[tuple[Entry, list[Call]]]) -> None:
+        """Queue the calls of entries that still need doing; answer the others at once."""
+        calls = [call for _, part in entries for call in part]
         names = [keys.result(call.run, call.key) for call in calls]
-        epochs = [keys.epoch(call.run) for call in calls]
-        values = await self._redis.mget(names + epochs)
-        self._held.add((entry.stream, entry_id))
-        self._epochs |= {call.run: int(epoch or 0) for call, epoch in zip(calls, values[len(calls) :], strict=True)}
-        for call, name, known in zip(calls, names, values[: len(calls)], strict=True):
-            waiters = self._waiters.setdefault(name, [])
-            waiters.append((entry, call.reply))
-            if known is not None:
-                self._answer(name, known.decode(), protocol.RESULT_TTL_S)
-            elif len(waiters) == 1 and not self._settle(call):
-                lane.backlog.append(call)
-        self._signal(lane)
+        runs = sorted({call.run for call in calls})
+        values = await self._redis.mget(names + [keys.epoch(run) for run in runs])
+        self._epochs |= {run: int(epoch or 0) for run, epoch in zip(runs, values[len(calls) :], strict=True)}
+        known = dict(zip(names, values, strict=False))
+        for entry, part in entries:
+            self._answers.hold(entry)
+            for call in part:
+                name = keys.result(call.run, call.key)
+                first = self._answers.expect(name, entry, call.reply)
+                if known[name] is not None:
+                    self._answers.give(name, known[name].decode(), protocol.RESULT_TTL_S)
+                elif first and not self._settle(call):
+                    lane.backlog.push(call)
+        lane.signal()
 
     def _settle(self, call: Call) -> bool:
         """Answer a verification that needs no process, so that it waits behind none that does."""
@@ -256,22 +245,26 @@ class Node:
         examined = _examine(call)
         if examined.ask:
             return False
-        self._finish(call, verify.conclude(examined, None, run_s=time.monotonic() - started))
+        self._finish(call, verify.conclude(examined, None, run_s=time.monotonic() - started, rules=self._rules))
         return True
 
-    def _signal(self, lane: _Lane) -> None:
-        (lane.work.set if lane.backlog else lane.work.clear)()
-        (lane.room.set if lane.free > 0 else lane.room.clear)()
+    @property
+    def _rules(self) -> str:
+        """What verdicts of this node rest on: a node whose library cannot start says so."""
+        library = "none" if self._executor.missing.get(GRADE) else self._executor.library
+        return f"{verify.RULES}+{library}"
 
-    async def _runner(self, lane: _Lane, slot: executor.Slot) -> None:
+    async def _runner(self, lane: Lane, slot: executor.Slot) -> None:
         """Do the lane's calls in one slot, one after another, forever."""
         while True:
             await lane.work.wait()
             if not lane.backlog:
                 continue
-            call = lane.backlog.popleft()
+            call = lane.backlog.pop()
             lane.busy += 1
-            self._signal(lane)
+            self._running[slot] = call
+            lane.signal()
+            started = time.monotonic()
             try:
                 result = self._refusal(call) or await lane.run(slot, call)
             except (SlotError, protocol.ProtocolError) as error:
@@ -279,20 +272,31 @@ class Node:
             except Exception as error:  # one of the three places of fault tolerance: typed and counted
                 logger.exception("call %s failed inside the node", call.key)
                 result = infra_result(call, f"{type(error).__name__}: {error}")
+            lane.appetite.learn_time(time.monotonic() - started)
             lane.busy -= 1
-            self._signal(lane)
+            self._running.pop(slot, None)
             self._finish(call, result)
+            lane.signal()
 
     def _refusal(self, call: Call) -> Outcome | Verification | None:
         """Why a call shall not start any more, or None."""
         if call.expires < self._now():
-            return _rejected(call, "it waited in the queue for longer than its limit")
+            return rejected(call, "it waited in the queue for longer than its limit")
         if call.epoch < self._epochs.get(call.run, 0):
-            return _rejected(call, "superseded by a later epoch of its run")
+            return rejected(call, protocol.SUPERSEDED)
         return None
 
     async def _execute(self, slot: executor.Slot, call: Call) -> Outcome:
-        return await slot.run(protocol.execution_from_body(call.body, call.key))
+        execution = protocol.execution_from_body(call.body, call.key)
+        self.tally.waited(self._now() - call.expires + execution.limits.queue_s)
+        return await slot.run(execution)
+
+    async def _cell(self, slot: executor.Slot, call: Call) -> Outcome:
+        """A cell of a session, wherever its slot is; or the end of one."""
+        if call.body.get("end"):
+            await self._sessions.end(call.run, str(call.body["end"]))
+            return Outcome(status=Status.OK)
+        return await self._sessions.run(call, protocol.execution_from_body(call.body, call.key), self.name)
 
     async def _verify(self, slot: executor.Slot, call: Call) -> Verification:
         started = time.monotonic()
@@ -302,50 +306,23 @@ class Node:
             outcome = await slot.grade(*examined.ask)
             note = outcome.status.value if outcome.status is not Status.OK else ""
             library = outcome.stdout == "true" if not note else None
-        return verify.conclude(examined, library, note, time.monotonic() - started)
+        return verify.conclude(examined, library, note, time.monotonic() - started, self._rules)
 
     def _finish(self, call: Call, result: Outcome | Verification) -> None:
         kind = result.status if isinstance(result, Outcome) else result.verdict
-        self.counts[str(kind)] += 1
+        self.tally.finished(call.lane, str(kind), result.run_s)
+        payload = protocol.encode_result(call.key, result)
         lasting = kind not in (Status.INFRA, Status.REJECTED, "infra")
-        ttl = protocol.RESULT_TTL_S if lasting else protocol.INFRA_TTL_S
-        self._answer(keys.result(call.run, call.key), protocol.encode_result(call.key, result), ttl)
-
-    def _answer(self, name: str, payload: str, ttl_s: int) -> None:
-        waiters = self._waiters.pop(name, [])
-        channels = {reply for _, reply in waiters}
-        self._results.append([name, ttl_s, payload, len(channels), *channels])
-        for entry, _ in waiters:
-            entry.left -= 1
-            if entry.left == 0:
-                self._acks += [entry.stream, entry.id]
-        self._flush.set()
-
-    async def _flusher(self) -> None:
-        """Write results and acknowledgements as they come, whatever gathered during one write in the next."""
-        while True:
-            await self._flush.wait()
-            self._flush.clear()
-            results, acks = self._results, self._acks
-            self._results, self._acks = [], []
-            delay_s = 0.02
-            while results or acks:
-                try:
-                    flat = [part for result in results for part in result]
-                    await self._redis.eval(_FINISH, 0, keys.GROUP, len(results), *flat, *acks)
-                    self._held.difference_update(zip(acks[::2], acks[1::2], strict=True))
-                    break
-                except LOST as error:
-                    logger.warning("%d results wait for Redis: %s", len(results), error)
-                    await asyncio.sleep(delay_s)
-                    delay_s = min(1.0, 2 * delay_s)
+        ttl = protocol.result_ttl_s(payload) if lasting else protocol.INFRA_TTL_S
+        self._answers.give(keys.result(call.run, call.key), payload, ttl)
 
 
 def _examine(call: Call) -> verify.Examined:
     return verify.examine(str(call.body.get("text")), str(call.body.get("gold")))
 
 
-def _rejected(call: Call, detail: str) -> Outcome | Verification:
+def rejected(call: Call, detail: str) -> Outcome | Verification:
+    """The typed answer to a call that was not run, or not to its end."""
     if call.lane == keys.VERIFY:
         return infra_result(call, detail)
     return Outcome(status=Status.REJECTED, detail=detail)

@@ -173,9 +173,10 @@ def test_a_connection_closed_midway_loses_no_call(sandbox):
 def test_what_cannot_be_read_is_dropped_and_the_node_goes_on(sandbox):
     with redis.Redis.from_url(sandbox.redis_url) as server:
         for lane in keys.LANES:
+            server.sadd(keys.runs(lane), "queue")
             for payload in (b"\xff", b"[", b"[[1,2]]", b'[["r","k",0,"execute","c",1e12,{"code":1},0]]', HALF, b""):
-                server.xadd(keys.stream(lane), {"calls": payload})
-            server.xadd(keys.stream(lane), {"other": "field"})
+                server.xadd(keys.stream(lane, "queue"), {"calls": payload})
+            server.xadd(keys.stream(lane, "queue"), {"other": "field"})
 
     async def conversation(caller):
         return await caller.execute(program("print('alive')"))
@@ -183,7 +184,7 @@ def test_what_cannot_be_read_is_dropped_and_the_node_goes_on(sandbox):
     assert talk(sandbox, conversation).stdout == "alive\n"
     deadline = time.monotonic() + 10
     with redis.Redis.from_url(sandbox.redis_url) as server:
-        while any(server.xlen(keys.stream(lane)) for lane in keys.LANES):
+        while any(server.xlen(keys.stream(lane, "queue")) for lane in keys.LANES):
             assert time.monotonic() < deadline, "entries were left in the streams"
             time.sleep(0.05)
 
@@ -205,7 +206,8 @@ def test_entries_of_two_lanes_may_have_one_id(sandbox):
         ]  # fmt: skip
         with redis.Redis.from_url(sandbox.redis_url) as server:
             for call in calls:
-                server.xadd(keys.stream(call.lane), {"calls": protocol.encode_calls([call])}, id=entry)
+                server.xadd(keys.stream(call.lane, "ids"), {"calls": protocol.encode_calls([call])}, id=entry)
+                server.sadd(keys.runs(call.lane), "ids")
             deadline = time.monotonic() + 10
             while not server.exists(keys.result("ids", keys.VERIFY)):
                 assert time.monotonic() < deadline, "the second entry of this id was never done"

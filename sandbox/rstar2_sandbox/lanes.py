@@ -1,0 +1,204 @@
+"""A node's lanes, and the readers that fill them: one connection and one loop for each lane.
+
+Deliberately not here: what becomes of a call (worker).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from rstar2_sandbox import keys, protocol
+from rstar2_sandbox.answers import Answers, Entry
+from rstar2_sandbox.connection import LOST, connect
+from rstar2_sandbox.fair import Appetite, FairQueue
+from rstar2_sandbox.protocol import Call, Outcome, Verification
+from rstar2_sandbox.slot import Slot
+
+BLOCK_MS = 1000
+RUNS_S = 1.0
+READ = ">"
+
+logger = logging.getLogger(__name__)
+
+
+class Lane:
+    """Calls of one kind that a node holds, and the slots that take them.
+
+    Args:
+        name: of the lane.
+        slots: that take its calls.
+        run: does one call in a slot.
+        stream: the one stream that it is fed from; empty: a stream of each run that uses the lane.
+        ahead: calls held beyond those that run; 0 learns it (see Appetite).
+        limit: calls that may be started at all, where that is less than the slots say.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        slots: list[Slot],
+        run: Callable[[Slot, Call], Awaitable[Outcome | Verification]],
+        *,
+        stream: str = "",
+        ahead: int = 0,
+        limit: Callable[[], int] | None = None,
+    ) -> None:
+        self.name = name
+        self.slots = slots
+        self.run = run
+        self.stream = stream
+        self.backlog = FairQueue()
+        self.busy = 0
+        self.work = asyncio.Event()
+        self.room = asyncio.Event()
+        self.appetite = Appetite(len(slots), ahead)
+        self._limit = limit
+
+    @property
+    def wanted(self) -> int:
+        """Entries that may be taken now."""
+        if self._limit is not None:
+            return max(0, self._limit() - len(self.backlog) - self.busy)
+        return self.appetite.entries(self.busy + len(self.backlog))
+
+    def signal(self) -> None:
+        """Wake or hold runners and reader, as the backlog says."""
+        (self.work.set if self.backlog else self.work.clear)()
+        (self.room.set if self.wanted > 0 else self.room.clear)()
+
+
+class _Reader:
+    """State of one lane's loop: its connection, its streams, and how far each has been read."""
+
+    def __init__(self, lane: Lane, redis_url: str) -> None:
+        self.lane = lane
+        self.server = connect(redis_url)
+        self.client_id = 0
+        self.positions: dict[str, str] = {lane.stream: READ} if lane.stream else {}
+        self.stale = True
+        self.looked_at = 0.0
+        self.news = asyncio.Event()
+
+
+Admit = Callable[[Lane, list[tuple[Entry, list[Call]]]], Awaitable[None]]
+
+
+class Readers:
+    """The loops that take entries from the streams while there is room for them.
+
+    Args:
+        redis_url: address of the queue.
+        name: of the node: the consumer in each group.
+        lanes: by name.
+        answers: knows which entries are held, and acknowledges empty ones.
+        admit: takes entries with their calls.
+    """
+
+    def __init__(self, redis_url: str, name: str, lanes: dict[str, Lane], answers: Answers, admit: Admit) -> None:
+        self._name = name
+        self._answers = answers
+        self._admit = admit
+        self._readers = {lane.name: _Reader(lane, redis_url) for lane in lanes.values()}
+
+    def jobs(self) -> list[Coroutine[Any, Any, None]]:
+        """One endless loop for each lane."""
+        return [self._run(reader) for reader in self._readers.values()]
+
+    async def close(self) -> None:
+        """Close the connections; the loops must have ended."""
+        for reader in self._readers.values():
+            await reader.server.aclose()
+
+    async def unblock(self, server: Any, lane: str) -> None:
+        """A run has come to a lane: have its reader look at once."""
+        reader = self._readers.get(lane)
+        if reader is not None:
+            reader.stale = True
+            reader.news.set()
+            if reader.client_id:
+                await server.client_unblock(reader.client_id)
+
+    async def _run(self, reader: _Reader) -> None:
+        while True:
+            await reader.lane.room.wait()
+            try:
+                if reader.stale or time.monotonic() - reader.looked_at > RUNS_S:
+                    await self._look(reader)
+                if reader.positions:
+                    await self._read(reader)
+                else:
+                    await self._wait(reader)
+            except LOST as error:
+                reader.stale = True
+                reader.positions = dict.fromkeys(reader.positions, "0")
+                if "NOGROUP" not in str(error):
+                    reader.client_id = 0
+                    logger.warning("the %s lane waits for Redis: %s", reader.lane.name, error)
+                    await asyncio.sleep(0.1)
+
+    async def _wait(self, reader: _Reader) -> None:
+        reader.news.clear()
+        try:
+            async with asyncio.timeout(RUNS_S):
+                await reader.news.wait()
+        except TimeoutError:
+            reader.stale = True
+
+    async def _look(self, reader: _Reader) -> None:
+        """Learn which runs use the lane; have a group on each of their streams."""
+        reader.stale = False
+        lane = reader.lane
+        if not reader.client_id:
+            reader.client_id = await reader.server.client_id()
+        if lane.stream:
+            names = [lane.stream]
+        else:
+            names = [keys.stream(lane.name, run.decode()) for run in await reader.server.smembers(keys.runs(lane.name))]
+        for name in names:
+            if reader.positions.get(name) != READ or time.monotonic() - reader.looked_at > 60:
+                await self._make_group(reader, name)
+        reader.positions = {name: reader.positions.get(name, READ) for name in names}
+        reader.looked_at = time.monotonic()
+
+    async def _make_group(self, reader: _Reader, stream: str) -> None:
+        try:
+            await reader.server.xgroup_create(stream, keys.GROUP, id="0", mkstream=True)
+        except LOST as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    async def _read(self, reader: _Reader) -> None:
+        """Take entries: first, after a fault, what was handed to this node and perhaps never reached it."""
+        lane, positions = reader.lane, reader.positions
+        count = max(1, lane.wanted // len(positions))
+        found = await reader.server.xreadgroup(keys.GROUP, self._name, dict(positions), count=count, block=BLOCK_MS)
+        fresh = {stream.decode(): entries for stream, entries in found or []}
+        taken = []
+        for stream, entries in fresh.items():
+            for entry, fields in entries:
+                if not self._answers.holds(stream, entry.decode()):
+                    taken += self._open(lane, stream, entry.decode(), fields)
+        if taken:
+            await self._admit(lane, taken)
+        for stream, position in positions.items():
+            if position != READ:
+                entries = fresh.get(stream)
+                positions[stream] = entries[-1][0].decode() if entries else READ
+
+    def _open(
+        self, lane: Lane, stream: str, entry: str, fields: dict[bytes, bytes] | None
+    ) -> list[tuple[Entry, list[Call]]]:
+        try:
+            calls = protocol.decode_calls((fields or {}).get(b"calls", b""))
+        except protocol.ProtocolError as error:
+            logger.error("an unreadable entry was dropped: %s", error)
+            calls = []
+        if not calls:
+            self._answers.pass_over(stream, entry)
+            return []
+        lane.appetite.learn_entry(len(calls))
+        return [(Entry(stream, entry, len(calls)), calls)]
