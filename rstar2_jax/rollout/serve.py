@@ -99,7 +99,7 @@ class Front:
         action = (await http.json())["action"]
         if action.startswith(wire.VERIFY):
             await self._engine.verify(*_named_version(action.removeprefix(wire.VERIFY)))
-        elif action != wire.PROBE:
+        elif action != wire.PROBE and not action.startswith(wire.PREFETCH):  # it reads while it samples, anyway
             raise ValueError(f"action {action!r} is not known here")
         return web.json_response({"success": True, "message": "Success."})
 

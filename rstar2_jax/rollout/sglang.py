@@ -43,6 +43,7 @@ from rstar2_jax.types import FinishReason
 from rstar2_jax.weights import fetch, manifest
 
 _LOG = logging.getLogger(__name__)
+_POLL_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,7 +217,8 @@ class SglangEngine:
                 f"{self._name} cannot read the weight store: install this package there (pip install --no-deps) on "
                 f"SGLang {'.'.join(map(str, wire.PLUGINS_SINCE))} or later; it is {self._features.release!r}"
             )
-        async with self._update_lock, self._held():
+        async with self._update_lock:
+            await self._prefetch(folder, version)
             body = {
                 "model_path": f"{wire.SCHEME}{folder}",
                 "load_format": "auto",  # the server's own may be `dummy`
@@ -224,7 +226,8 @@ class SglangEngine:
                 "flush_cache": True,
                 "abort_all_requests": False,
             }
-            await self._update(body, version)
+            async with self._held():
+                await self._update(body, version)
 
     async def verify(self, root: str, version: int) -> None:
         """Have every rank of the server compare its weights with the store, byte for byte."""
@@ -281,6 +284,22 @@ class SglangEngine:
         finally:
             if pauses:
                 await self._control("/continue_generation", {})
+
+    async def _prefetch(self, folder: str, version: int) -> None:
+        """Have the server read a version into its host memory while it still generates."""
+        what = f"reading version {version} ahead"
+        try:
+            async with asyncio.timeout(self._deadlines.update_s):
+                while True:
+                    try:
+                        await self._control("/weights_checker", {"action": f"{wire.PREFETCH}{folder}"})
+                        return
+                    except wire.RefusedError as error:
+                        if wire.NOT_YET not in str(error):
+                            raise EngineError(f"{self._name} keeps weights {self._version}: {error}") from error
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError as error:
+            raise EngineError(f"{self._name}: waited {self._deadlines.update_s:g} s for {what}") from error
 
     async def _update(self, body: dict[str, Any], version: int) -> None:
         what = f"the update to version {version}"

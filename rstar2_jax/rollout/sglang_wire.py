@@ -18,10 +18,14 @@ import numpy as np
 
 from rstar2_jax.rollout.engine import EngineError, Generation, Load, Request
 from rstar2_jax.types import FinishReason
+from rstar2_jax.weights import sglang_loader
 
-VERIFY = "rstar2-verify:"  # prefix of an action of /weights_checker that our plug-in answers
-PROBE = "rstar2-probe"  # another one: answered where the plug-in is installed
-SCHEME = "tensorstore:"  # prefix of a model_path that names a version folder of the weight store
+# What our plug-in in the server knows: a model_path that names a version folder, and three actions of /weights_checker.
+SCHEME = sglang_loader.SCHEME
+PROBE = sglang_loader.PROBE  # answered where the plug-in is installed
+PREFETCH = sglang_loader.PREFETCH  # read a version ahead of its update; refused with NOT_YET until it is read
+NOT_YET = sglang_loader.NOT_YET
+VERIFY = sglang_loader.VERIFY  # compare the weights in use with a version
 UNTOUCHED = "Failed to get weights iterator"  # so a server begins its refusal while its old weights are whole
 SPANS_SINCE, PLUGINS_SINCE = (0, 5, 20), (0, 5, 11)
 

@@ -10,7 +10,8 @@ A model path `tensorstore:FOLDER` names a committed version; any other path is n
 4. load: SGLang's loaders run again, over the staged slices. Nothing is left that could fail.
 
 A failure in 1 to 3 raises before a weight is touched: the server answers 400 and goes on with its old weights.
-Verification (an action of /weights_checker) runs 1 to 3 as well and then compares instead of writing.
+Two actions of /weights_checker are ours: one runs 1 and 2 ahead of an update, while the server still generates; the
+other runs 1 to 3 and then compares instead of writing.
 
 This module runs inside the server and imports neither JAX nor, until it is used, torch or sglang. Deliberately not
 here: quantised weights, mixtures of experts, drafts and loaders that compute with what they load are refused by name.
@@ -18,6 +19,7 @@ here: quantised weights, mixtures of experts, drafts and loaders that compute wi
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import logging
 import math
@@ -33,7 +35,10 @@ from rstar2_jax.weights import manifest as manifests
 
 SCHEME = "tensorstore:"
 VERIFY = "rstar2-verify:"
+PREFETCH = "rstar2-prefetch:"
+NOT_YET = "still reading"
 PROBE = "rstar2-probe"
+_HELD = "rstar2_prefetched"  # attribute of the model: the version that was read ahead
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 _LOG = logging.getLogger(__name__)
@@ -69,37 +74,85 @@ def _weights_iterator(original: Callable[..., Any], loader: Any, source: Any, **
 
 def _loaded(folder: str, model: Any) -> Iterator[tuple[str, Any]]:
     start = time.monotonic()
-    version, staged = _staged(folder, model)
-    seconds = time.monotonic() - start
+    version = _staged(folder, model)
     _LOG.info(
-        "rstar2: version %d staged: %d bytes read of %d in the store, %.3f s",
+        "rstar2: version %d staged: %d bytes read of %d in the store, waited %.3f s for them",
         version.manifest.version,
         version.reader.bytes_read,
         version.total_bytes,
-        seconds,
+        time.monotonic() - start,
     )
-    return version.tensors(functools.partial(_write, staged))
-    return version.tensors(functools.partial(_write, staged))
+    return version.tensors(version.write)
 
 
 def _check(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
     """What the checker answers; to an action of ours, nothing where all is well, and an error that says what is not."""
     if action == PROBE:
         return None
-    if not action.startswith(VERIFY):
+    if not action.startswith((PREFETCH, VERIFY)):
         return original(checker, action, *args, **kwargs)
-    model = checker._get_model()
-    version, staged = _staged(action.removeprefix(VERIFY), model)
+    # Before 0.5.2x the checker holds the runner instead of a way to the model.
+    model = checker._get_model() if hasattr(checker, "_get_model") else checker._model_runner.model
+    if action.startswith(PREFETCH):
+        return _prefetch(action.removeprefix(PREFETCH), model)
+    version = _staged(action.removeprefix(VERIFY), model)
     differing: list[str] = []
 
     def compare() -> None:
-        model.load_weights(version.tensors(functools.partial(_compare, staged, differing)))
+        model.load_weights(version.tensors(functools.partial(version.compare, differing)))
         if differing:
             others = f"{differing[0]} and {len(differing) - 1} more"
             raise LoadError(f"{others} differ from version {version.manifest.version}")
 
     _together(compare)
     return None
+
+
+def _prefetch(folder: str, model: Any) -> None:
+    """Begin to read a version, or raise while it is being read; return once it lies in host memory on all ranks."""
+
+    def begin() -> None:
+        if _prefetched(folder, model) is None:
+            version = _Version(folder, model)
+            version.plan(model)
+            version.begin()
+            setattr(model, _HELD, version)
+        reading = getattr(model, _HELD).reading
+        if not reading.done():
+            raise LoadError(f"{NOT_YET}: {folder}")
+        reading.result()
+
+    _together(begin)
+
+
+def _prefetched(folder: str, model: Any) -> _Version | None:
+    """The version that was read ahead, if it is the one in this folder, unchanged."""
+    version = getattr(model, _HELD, None)
+    if version is not None and version.folder == folder and manifests.read(pathlib.Path(folder)) == version.manifest:
+        return version
+    return None
+
+
+def _staged(folder: str, model: Any) -> _Version:
+    """A version whose slices for this rank lie in host memory; all ranks have theirs, or all raise."""
+
+    def stage() -> _Version:
+        try:
+            version = _prefetched(folder, model)
+        except (ValueError, OSError) as error:
+            raise LoadError(f"no committed version: {error}") from error
+        if version is None:
+            version = _Version(folder, model)
+            version.plan(model)
+            version.begin()
+        version.reading.result()
+        return version
+
+    try:
+        return _together(stage)
+    finally:
+        if hasattr(model, _HELD):
+            delattr(model, _HELD)  # its memory goes with the update
 
 
 class _Version:
@@ -114,8 +167,12 @@ class _Version:
         if f"{self.manifest.version:010d}" != path.name:
             raise LoadError(f"{folder}: its manifest says version {self.manifest.version}")
         _check_fits(self.manifest, model)
+        self.folder = folder
         self.reader = chunks.Reader(path, self.manifest)
         self.total_bytes = sum(e.itemsize * math.prod(e.shape) for e in self.manifest.tensors.values())
+        self.reading: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._wanted: dict[Any, tuple[str, manifests.Box]] = {}
+        self._staged: dict[Any, np.ndarray] = {}
 
     def tensors(self, taken: Callable[..., None]) -> Iterator[tuple[str, Any]]:
         """(name, placeholder) of every tensor; `taken(destination, name, box)` runs when a loader copies out of one."""
@@ -123,37 +180,51 @@ class _Version:
         for name, entry in self.manifest.tensors.items():
             yield name, placeholder.of(name, entry, manifests.whole(entry.shape), taken)
 
-
-def _staged(folder: str, model: Any) -> tuple[_Version, dict[Any, np.ndarray]]:
-    """A version and the slices of it that this rank takes, in host memory; all ranks have them, or all raise."""
-
-    def stage() -> tuple[_Version, dict[Any, np.ndarray]]:
-        version = _Version(folder, model)
-        wanted: dict[Any, tuple[str, manifests.Box]] = {}
+    def plan(self, model: Any) -> None:
+        """Note which boxes the model's own loaders take, and hold them against where they would go."""
         touched: set[int] = set()
 
         def note(destination: Any, name: str, box: manifests.Box) -> None:
-            where = f"{name} {_ranges(box)}"
             if tuple(destination.shape) != tuple(s.stop - s.start for s in box):
-                raise LoadError(f"{where} is to go into {tuple(destination.shape)}")
-            held = str(destination.dtype).removeprefix("torch.")
-            if held != version.manifest.tensors[name].dtype:
+                raise LoadError(f"{name} {_ranges(box)} is to go into {tuple(destination.shape)}")
+            stored, held = self.manifest.tensors[name].dtype, str(destination.dtype).removeprefix("torch.")
+            if held != stored:
                 raise LoadError(
-                    f"{name} is {version.manifest.tensors[name].dtype} in the store, the server computes in {held}: "
-                    f"publish with dtype={held!r}"
+                    f"{name} is {stored} in the store, the server computes in {held}: publish with dtype={held!r}"
                 )
-            wanted[name, _ranges(box)] = name, box
+            self._wanted[name, _ranges(box)] = name, box
             touched.add(destination.untyped_storage().data_ptr())
 
-        model.load_weights(version.tensors(note))
-        missed = [
-            name for name, p in model.named_parameters() if p.numel() and p.untyped_storage().data_ptr() not in touched
-        ]
+        model.load_weights(self.tensors(note))
+        parameters = [(name, p) for name, p in model.named_parameters() if p.numel()]
+        missed = [name for name, p in parameters if p.untyped_storage().data_ptr() not in touched]
         if missed:
-            raise LoadError(f"version {version.manifest.version} has nothing for {missed[:3]} ({len(missed)} in all)")
-        return version, {(name, _ranges(box)): array for name, box, array in version.reader.read(wanted.values())}
+            raise LoadError(f"version {self.manifest.version} has nothing for {missed[:3]} ({len(missed)} in all)")
 
-    return _together(stage)
+    def begin(self) -> None:
+        """Start to read what was planned; `reading` is done when it lies in host memory."""
+
+        def read() -> None:
+            for name, box, array in self.reader.read(self._wanted.values()):
+                self._staged[name, _ranges(box)] = array
+
+        thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rstar2-prefetch")
+        self.reading = thread.submit(read)
+        thread.shutdown(wait=False)
+
+    def write(self, destination: Any, name: str, box: manifests.Box) -> None:
+        """Copy a staged box to where it goes."""
+        destination.copy_(_as_tensor(self._staged[name, _ranges(box)]))
+
+    def compare(self, differing: list[str], destination: Any, name: str, box: manifests.Box) -> None:
+        """Note a box that is not, bit for bit, what stands where it goes."""
+        import torch
+
+        wanted = _as_tensor(self._staged[name, _ranges(box)])
+        integers = {2: torch.int16, 4: torch.int32}[wanted.element_size()]  # bits: -0 is not 0, NaN is itself
+        held = destination.detach().to("cpu").contiguous()
+        if not torch.equal(held.view(integers), wanted.view(integers)):
+            differing.append(f"{name} {_ranges(box)}")
 
 
 def _together(work: Callable[[], Any]) -> Any:
@@ -164,7 +235,7 @@ def _together(work: Callable[[], Any]) -> Any:
     result, fault = None, ""
     try:
         result = work()
-    except (LoadError, chunks.StoreError, ValueError, KeyError, RuntimeError, AssertionError, OSError) as error:
+    except Exception as error:  # whatever it is: the other ranks wait for this one's vote
         fault = f"{type(error).__name__}: {error}"
     group = get_tp_group()
     faults: list[str] = [fault]
@@ -188,22 +259,6 @@ def _as_tensor(array: np.ndarray) -> Any:
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
-
-
-def _write(staged: dict[Any, np.ndarray], destination: Any, name: str, box: manifests.Box) -> None:
-    destination.copy_(_as_tensor(staged[name, _ranges(box)]))
-
-
-def _compare(
-    staged: dict[Any, np.ndarray], differing: list[str], destination: Any, name: str, box: manifests.Box
-) -> None:
-    import torch
-
-    wanted = _as_tensor(staged[name, _ranges(box)])
-    integers = {2: torch.int16, 4: torch.int32}[wanted.element_size()]  # bits: -0 is not 0, NaN is itself
-    held = destination.detach().to("cpu").contiguous()
-    if not torch.equal(held.view(integers), wanted.view(integers)):
-        differing.append(f"{name} {_ranges(box)}")
 
 
 def _check_fits(manifest: manifests.Manifest, model: Any) -> None:
@@ -294,7 +349,10 @@ def _placeholder_class() -> Any:
                 return cls.of(*args[0].rstar2)
             if op is aten.slice.Tensor:
                 return args[0].narrowed(*args[1:])
-            raise LoadError(f"the server's loader computes {op} of {args[0].rstar2[0]}, which is more than to copy it")
+            if op is aten.narrow.default:  # so it arrives in inference mode, where torch takes nothing apart
+                _, axis, start, length = args
+                return args[0].narrowed(axis, start, start + length)
+            raise LoadError(f"the server's loader computes {op} of a stored tensor, which is more than to copy it")
 
         def narrowed(self, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Any:
             """The placeholder of a part along one axis."""

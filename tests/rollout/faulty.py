@@ -73,7 +73,8 @@ class FaultyServer:
             return self.turn(body)
         if path == "/update_weights_from_disk":
             self.version = body["weight_version"]
-        if path == "/weights_checker" and not (self.plugin and body["action"].startswith((wire.PROBE, wire.VERIFY))):
+        ours = (wire.PROBE, wire.PREFETCH, wire.VERIFY)
+        if path == "/weights_checker" and not (self.plugin and body["action"].startswith(ours)):
             return {"success": False, "message": f"Unsupported action={body['action']!r}"}
         return {
             "/model_info": {"model_type": "qwen3", "weight_version": self.version},

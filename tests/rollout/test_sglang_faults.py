@@ -22,6 +22,7 @@ MODEL = Model(
     family="qwen3", vocab_size=40, d_model=16, d_mlp=24, layers=1, heads=2, kv_heads=1, head_dim=8, max_positions=64
 )
 SHORT = sglang.Deadlines(connect_s=0.4, probe_s=0.4, control_s=0.4, update_s=0.4, turn_s=0.4)
+PREFETCH = "/weights_checker"
 UPDATE, GENERATE, CONTINUE = "/update_weights_from_disk", "/generate", "/continue_generation"
 
 
@@ -189,11 +190,41 @@ def test_an_update_that_is_refused_before_a_weight_is_touched_leaves_the_engine_
         with pytest.raises(EngineError, match="far keeps weights 0: .*torn"):
             await engine.update_weights(store, 1)
         server.version = version
-        assert server.paths() == ["/pause_generation", UPDATE, CONTINUE]
+        assert server.paths() == [PREFETCH, "/pause_generation", UPDATE, CONTINUE]
         return engine.weights_version, await engine.generate(turn())
 
     version, generation = with_server(use, ready=store)
     assert version == 0 and set(generation.weights_versions.tolist()) == {0}
+
+
+def test_a_version_is_read_ahead_until_it_is_there_before_the_server_is_paused(store):
+    async def use(server, engine):
+        answers = iter([wire.NOT_YET, wire.NOT_YET, ""])
+
+        def slow(reply):
+            text = next(answers)
+            return {"success": False, "message": text} if text else reply
+
+        server.faults[PREFETCH] = slow
+        await engine.update_weights(store, 1)
+        return server.paths()
+
+    paths = with_server(use, ready=store, deadlines=sglang.Deadlines())
+    assert paths == [PREFETCH, PREFETCH, PREFETCH, "/pause_generation", UPDATE, CONTINUE]
+
+
+def test_a_version_that_cannot_be_read_ahead_is_refused_without_a_pause(store):
+    async def use(server, engine):
+        server.faults[PREFETCH] = lambda reply: {"success": False, "message": "rank 1: torn"}
+        with pytest.raises(EngineError, match="keeps weights 0: .*rank 1: torn"):
+            await engine.update_weights(store, 1)
+        server.faults[PREFETCH] = lambda reply: {"success": False, "message": wire.NOT_YET}
+        with pytest.raises(EngineError, match="waited 0.4 s for reading version 1 ahead"):
+            await engine.update_weights(store, 1)
+        return server.paths(), await engine.generate(turn())
+
+    paths, generation = with_server(use, ready=store)
+    assert set(paths) == {PREFETCH} and len(generation.token_ids) == 4
 
 
 def test_a_server_that_reports_another_version_after_an_update_is_not_believed(store):
@@ -234,7 +265,7 @@ def test_a_server_without_spans_is_not_paused_for_an_update_so_that_no_turn_has_
         return engine.caps.spans, server.paths(), await engine.generate(turn())
 
     spans, paths, generation = with_server(use, ready=store, release="0.5.19", spans=False)
-    assert not spans and paths == [UPDATE]
+    assert not spans and paths == [PREFETCH, UPDATE]
     assert generation.weights_versions.tolist() == [1] * 4
 
 
@@ -247,7 +278,7 @@ def test_a_pause_of_the_caller_outlives_an_update(store):
         return before, server.paths()
 
     before, after = with_server(use, ready=store)
-    assert before == ["/pause_generation", UPDATE] and after == [*before, CONTINUE]
+    assert before == ["/pause_generation", PREFETCH, UPDATE] and after == [*before, CONTINUE]
 
 
 def test_prefixes_cached_under_other_weights_are_never_shared(store):

@@ -16,6 +16,11 @@ class _Absent:
     def __init__(self, name):
         self.__name__ = self._name = name
 
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(f"{self._name}.{name}")
+
     def __call__(self, *args, **kwargs):
         raise NotImplementedError(f"{self._name} needs SGLang's CUDA kernels, this is the stand-in for CPU tests")
 
