@@ -84,7 +84,7 @@ async def measure(load: str, group: int | None) -> None:
         sampled, steps = after.sampled_tokens - before.sampled_tokens, after.decode_steps - before.decode_steps
         print(
             f"{sampled / cpu:,.0f} ids per CPU-second, {sampled / wall:,.0f} per second; {steps} steps,"
-            f" {sampled / steps:.1f} ids a step, {after.prefill_calls - before.prefill_calls} prefill calls"
+            f" {sampled / steps:.1f} ids a step"
         )
     await engine.close()
 

@@ -1,4 +1,4 @@
-"""One Flax decoder for Llama, Qwen2 and Qwen3: whole rows for the learner, chunks over a cache for the engine.
+"""One Flax decoder for Llama, Qwen2 and Qwen3: whole rows for the learner, tokens over pages for the engine.
 
 Parameters are float32 masters in a plain nested dict with unrolled layers; kernels are [in, out]:
     embed/embedding [V, D]; layers_i/{attn_norm, mlp_norm}/scale [D]; layers_i/attn/{q, k, v, o}/kernel (+ bias);
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rstar2_jax.model import ops
+from rstar2_jax.model import ops, pages
 from rstar2_jax.settings import Model
 
 Params = dict[str, Any]
@@ -94,6 +94,15 @@ class Attention(nn.Module):
         out = ops.cached_attention(q, keys.astype(q.dtype), values.astype(q.dtype), positions)
         return self.o(out.reshape(*x.shape[:2], -1)), (keys, values)
 
+    def step(
+        self, x: Float[Array, "b d"], angles: Any, positions: Int[Array, " b"], tables: Int[Array, "b t"], cache: Any
+    ) -> Any:
+        """(output, cache) of one token a row after its key and value are written into the pages of the row's table."""
+        q, k, v = (part[:, 0] for part in self._project(x[:, None], angles))
+        keys, values = pages.write(cache[0], cache[1], k, v, positions, tables)
+        out = pages.attention(q, keys, values, positions, tables)
+        return self.o(out.reshape(x.shape[0], -1)), (keys, values)
+
 
 class Mlp(nn.Module):
     """down(silu(gate(x)) * up(x))."""
@@ -101,7 +110,7 @@ class Mlp(nn.Module):
     settings: Model
 
     @nn.compact
-    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         """The gated feed-forward block."""
         s = self.settings
         hidden = ops.silu_mul(Linear(s.d_mlp, name="gate")(x), Linear(s.d_mlp, name="up")(x))
@@ -126,6 +135,14 @@ class Layer(nn.Module):
     def extend(self, x: Float[Array, "b c d"], angles: Any, positions: Int[Array, "b c"], cache: Any) -> Any:
         """The block over a chunk: (output, cache)."""
         attended, cache = self.attn.extend(self.attn_norm(x), angles, positions, cache)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+    def step(
+        self, x: Float[Array, "b d"], angles: Any, positions: Int[Array, " b"], tables: Int[Array, "b t"], cache: Any
+    ) -> Any:
+        """The block over one token a row: (output, cache)."""
+        attended, cache = self.attn.step(self.attn_norm(x), angles, positions, tables, cache)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -189,6 +206,29 @@ class Decoder(nn.Module):
             x, entry = layer.extend(x, angles, positions, entry)
             extended.append(entry)
         return self.norm(x), tuple(extended)
+
+    def step(
+        self, tokens: Int[Array, " b"], positions: Int[Array, " b"], tables: Int[Array, "b t"], cache: Cache
+    ) -> tuple[Float[Array, "b d"], Cache]:
+        """(hidden states after the final norm, cache) of one token a row over a pool of pages.
+
+        All rows write before any of them attends, so that several rows may carry consecutive tokens of one sequence.
+
+        Args:
+            tokens: one id a row.
+            positions: index of each token in its sequence; what stands before it must have been written by this or
+                an earlier call. Negative is a row that takes no part: nothing is written for it.
+            tables: pages of each row's sequence in order; those that no position reaches may be any page.
+            cache: as init_cache makes it with a page for a row; donate it, since the returned one takes its place.
+        """
+        s = self.settings
+        x = self.embed(tokens).astype(s.compute_dtype)
+        angles = ops.rotary_angles(jnp.maximum(positions, 0)[:, None], s.head_dim, s.rope_theta)
+        stepped = []
+        for layer, entry in zip(self.layers, cache, strict=True):
+            x, entry = layer.step(x, angles, positions, tables, entry)
+            stepped.append(entry)
+        return self.norm(x), tuple(stepped)
 
     def logits(self, hidden: Float[Array, "... d"]) -> Float[Array, "... v"]:
         """float32 logits of hidden states; a tied head is the embedding transposed."""
@@ -264,8 +304,8 @@ def init_cache(settings: Model, batch: int, length: int, dtype: Any = jnp.float3
     nothing else.
 
     Args:
-        batch: rows of every later call.
-        length: longest sequence in tokens.
+        batch: rows of every later call of extend; pages of a pool for step.
+        length: longest sequence in tokens; tokens of a page.
         dtype: dtype that keys and values are kept in.
     """
     heads, dim = settings.kv_heads, settings.head_dim

@@ -1,15 +1,18 @@
-"""The embedded rollout engine: batched decoding with a KV cache on this process's own device.
+"""The embedded rollout engine: batched decoding over a paged KV cache on this process's own device.
 
 One worker thread owns all that is on the device; callers await futures. Between two device calls it takes in what has
-arrived: requests, cancellations, weights. Its turn is then one copy, prefill or decode call; the last samples up to
-`decode_steps` ids a row and returns early when rows have ended whose places are wanted.
+arrived: requests, cancellations, weights, pauses. A call then moves every lane by up to `decode_steps` tokens: rows
+that can sample do, the other lanes write prompts into the cache; it returns early when rows have ended whose places
+are wanted.
 
-New weights take effect between two calls. Requests in flight go on under them: all of their ids are prefilled again, so
+The cache is a pool of pages (kv_cache.py). Whatever was computed under the weights in use and still lies there is
+shared: equal prompts, common beginnings, the earlier turns of an episode. When pages run out, the youngest request
+gives up its own and is computed again later, to the same bits.
+
+New weights take effect between two calls. Requests in flight go on under them: all of their ids are computed again, so
 that no key or value of old weights is ever read, and every id carries the version that sampled it.
 
-Equal prompts are prefilled once and copied (prefixes.py).
-
-Deliberately not here: paging, sharing of cache memory, several devices.
+Deliberately not here: several devices.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import jax
 import numpy as np
 
 from rstar2_jax.model import decoder
-from rstar2_jax.rollout import device, slots
+from rstar2_jax.rollout import device, kv_cache, replies, slots
 from rstar2_jax.rollout.engine import (
     Caps,
     EngineError,
@@ -43,19 +46,31 @@ from rstar2_jax.settings import Model
 from rstar2_jax.types import FinishReason
 from rstar2_jax.weights import fetch
 
-PREFILL_ROWS = 8  # rows of a prefill call: enough for full-speed matmuls, few enough to be filled
+PAGE_TOKENS = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Stats:
-    """Counters since the engine was made: device calls, ids and rows moved, steps of the decode batch, busy seconds."""
+    """Counters since the engine was made.
 
-    prefill_calls: int = 0
-    prefilled_tokens: int = 0
-    copied_rows: int = 0
+    Args:
+        decode_calls, decode_steps: calls of the device and the steps that they did.
+        sampled_tokens, prefilled_tokens: ids that came out and ids that were written into the cache by themselves.
+        shared_tokens: ids that were found in the cache when their request was seated.
+        copied_pages: pages copied because two sequences part inside them.
+        preempted: times that a request lost its pages to an older one.
+        recomputed_tokens: ids computed again after a preemption, a retraction or new weights.
+        busy_s: seconds spent on calls.
+    """
+
     decode_calls: int = 0
     decode_steps: int = 0
     sampled_tokens: int = 0
+    prefilled_tokens: int = 0
+    shared_tokens: int = 0
+    copied_pages: int = 0
+    preempted: int = 0
+    recomputed_tokens: int = 0
     busy_s: float = 0.0
 
 
@@ -64,10 +79,11 @@ class JaxEngine:
 
     Args:
         model: sizes of the decoder.
-        slots: rows of the decode batch, the same for the whole run.
+        slots: lanes, which is the most rows that sample at once; the same for the whole run.
         context_tokens: longest prompt plus response of a request.
-        prefill_chunk_tokens: columns of a prefill call, the same for the whole run.
-        decode_steps: most ids a row samples in one device call, up to 32; changes speed, never a sample.
+        prefill_chunk_tokens: columns of a scoring call, the same for the whole run.
+        decode_steps: most steps of one device call, up to 32; changes speed, never a sample.
+        kv_tokens: ids that the cache holds at once, at least one request of full length; None for room for all slots.
         name: of this replica, as trajectories report it.
     """
 
@@ -79,23 +95,27 @@ class JaxEngine:
         context_tokens: int,
         prefill_chunk_tokens: int,
         decode_steps: int = 16,
+        kv_tokens: int | None = None,
         name: str = "embedded",
     ) -> None:
         sizes = {"slots": slots, "prefill_chunk_tokens": prefill_chunk_tokens, "decode_steps": decode_steps}
         for what, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{what} = {value}: must be above 0")
-        if decode_steps > device.MAX_DECODE_STEPS:
-            raise ValueError(f"decode_steps = {decode_steps}: at most {device.MAX_DECODE_STEPS}")
+        if decode_steps > device.MAX_STEPS:
+            raise ValueError(f"decode_steps = {decode_steps}: at most {device.MAX_STEPS}")
         if not 2 <= context_tokens <= model.max_positions:
             raise ValueError(f"context_tokens = {context_tokens}: must be 2 to max_positions = {model.max_positions}")
-        self._model, self._name = model, name
+        if kv_tokens is not None and kv_tokens < context_tokens:
+            raise ValueError(f"kv_tokens = {kv_tokens}: must hold one request of context_tokens = {context_tokens}")
+        self._model, self._resident_model, self._name = model, device.untied(model), name
         self._chunk, self._decode_steps = prefill_chunk_tokens, decode_steps
+        self._pages = _pages(context_tokens) * slots if kv_tokens is None else _pages(kv_tokens)
         self._caps = Caps(
             name=name,
             vocab_size=model.vocab_size,
             max_context_tokens=context_tokens,
-            kv_tokens=slots * context_tokens,
+            kv_tokens=self._pages * PAGE_TOKENS,
             spans=True,
             seeded=True,
         )
@@ -103,7 +123,7 @@ class JaxEngine:
 
     def _init_worker(self, num_slots: int, context_tokens: int) -> None:
         # The table is the worker's alone, as are params and cache.
-        self._table = slots.SlotTable(num_slots, context_tokens, min(num_slots, PREFILL_ROWS), self._chunk)
+        self._table = slots.SlotTable(num_slots, context_tokens, self._pages, PAGE_TOKENS)
         self._params: Any = None
         self._cache: decoder.Cache | None = None
         self._version, self._digest, self._sums = -1, "", []
@@ -111,7 +131,7 @@ class JaxEngine:
         self._stats = Stats()
         self._changed = threading.Condition()  # guards the four below
         self._arrived: list[slots.Job] = []
-        self._commands: list[tuple[Callable[[], Any], _Reply]] = []
+        self._commands: list[tuple[Callable[[], Any], replies.Reply]] = []
         self._closing = False
         self._failure: BaseException | None = None
         self._update_lock = asyncio.Lock()
@@ -131,7 +151,13 @@ class JaxEngine:
     @property
     def stats(self) -> Stats:
         """Counters so far."""
-        return self._stats
+        table = self._table
+        return dataclasses.replace(
+            self._stats,
+            shared_tokens=table.shared_tokens,
+            preempted=table.preempted,
+            recomputed_tokens=table.recomputed_tokens,
+        )
 
     async def generate(self, request: Request) -> Generation:
         """Sample one turn. Cancelling the awaiting task frees the row.
@@ -143,7 +169,7 @@ class JaxEngine:
         prompt_ids = self._checked(request)
         if self._version < 0:
             raise EngineError(f"{self._name} has no weights yet: call update_weights before request {request.rid}")
-        job = slots.Job(request=request, prompt_ids=prompt_ids, reply=_Reply())
+        job = slots.Job(request=request, prompt_ids=prompt_ids, reply=replies.Reply())
         self._submit(self._arrived, job)
         try:
             return await job.reply.future
@@ -187,11 +213,9 @@ class JaxEngine:
         """What the cache holds and who waits for a row."""
         if not await self.alive():
             raise EngineError(f"{self._name} is closed or dead")
-        seated = [job for job in self._table.rows if job is not None and not job.cancelled]
-        used = sum(job.context_tokens for job in seated)
-        waiting = len(self._table.waiting) + len(self._arrived)
-        free = self._caps.kv_tokens - used
-        return Load(kv_tokens_used=used, kv_tokens_free=free, running=len(seated), waiting=waiting)
+        free, waiting = self._table.cache.available_pages * PAGE_TOKENS, len(self._table.waiting) + len(self._arrived)
+        used = self._caps.kv_tokens - free
+        return Load(kv_tokens_used=used, kv_tokens_free=free, running=len(self._table.rows), waiting=waiting)
 
     async def alive(self) -> bool:
         """True while the worker can take requests."""
@@ -210,8 +234,8 @@ class JaxEngine:
         await self._command(functools.partial(self._end, rid))
 
     async def flush(self) -> None:
-        """Forget what the cache holds; requests in flight are prefilled again."""
-        await self._command(self._table.recompute)
+        """Offer nothing of what the cache holds to requests that come from now on; those in flight keep their pages."""
+        await self._command(self._table.cache.forget)
 
     async def close(self) -> None:
         """End requests in flight with FinishReason.ABORT and what they have, then stop the worker."""
@@ -237,7 +261,7 @@ class JaxEngine:
             self._changed.notify()
 
     async def _command(self, act: Callable[[], Any]) -> Any:
-        reply = _Reply()
+        reply = replies.Reply()
         self._submit(self._commands, (act, reply))
         return await reply.future
 
@@ -277,7 +301,6 @@ class JaxEngine:
         if self._paused:
             return True
         start = time.monotonic()
-        self._table.admit()
         self._step()
         self._count(busy_s=time.monotonic() - start)
         return True
@@ -290,11 +313,8 @@ class JaxEngine:
         if mode == "abort":
             self._end(None)
         elif mode == "retract":
-            seated = [job for job in self._table.rows if job is not None]
-            self._table.recompute()
-            for slot in range(len(self._table.rows)):
-                self._table.vacate(slot)
-            self._table.waiting.extendleft(reversed(seated))
+            self._table.retract()
+            self._table.cache.forget()
 
     def _end(self, rid: str | None) -> None:
         for job in list(self._table.jobs()):
@@ -303,28 +323,32 @@ class JaxEngine:
                 job.reply.resolve(job.generation(FinishReason.ABORT))
 
     def _step(self) -> None:
-        match self._table.next_step():
-            case slots.Copy(sources, targets):
-                self._cache = device.copy(self._cache, sources, targets)
-                self._count(copied_rows=int((targets < len(self._table.rows)).sum()))
-            case slots.Prefill() as call:
-                self._cache = device.prefill(self._model, self._params, self._cache, *call)
-                self._count(prefill_calls=1, prefilled_tokens=int((call.positions >= 0).sum()))
-            case slots.Decode(rows, leave_after):
-                self._decode(rows, leave_after)
-
-    def _decode(self, rows: device.Rows, leave_after: np.int32) -> None:
-        limits = np.int32(self._decode_steps), leave_after
-        self._cache, ids, logprobs = device.decode(self._model, self._params, self._cache, rows, *limits)
-        ids, logprobs = np.asarray(ids), np.asarray(logprobs)
-        counts = (ids >= 0).sum(axis=1)
-        self._count(decode_calls=1, decode_steps=int(counts.max()), sampled_tokens=int(counts.sum()))
-        for job, finish_reason in self._table.record(ids, logprobs, self._version):
+        """One call of the device: copies first, then up to `decode_steps` steps."""
+        self._copy(self._table.admit())
+        call = self._table.plan(self._decode_steps)
+        if call is None:
+            return
+        self._cache, *out = device.step(self._resident_model, self._params, self._cache, *call)
+        ids, logprobs, done = map(np.asarray, out)
+        given, ended = self._table.record(ids, logprobs, int(done), self._version)
+        sampled = int((ids >= 0).sum())
+        self._count(decode_calls=1, decode_steps=int(done), sampled_tokens=sampled, prefilled_tokens=given)
+        for job, finish_reason in ended:
             if np.all(np.isfinite(job.logprobs)):
                 job.reply.resolve(job.generation(finish_reason))
             else:
                 rid = job.request.rid
                 job.reply.fail(EngineError(f"{self._name}: weights {self._version} give no finite number ({rid})"))
+
+    def _copy(self, copies: Sequence[kv_cache.Copy]) -> None:
+        # In the order in which they were asked for: no copy reads a page that an earlier one was to write.
+        for start in range(0, len(copies), device.COPIED_PAGES):
+            part = copies[start : start + device.COPIED_PAGES]
+            sources = np.zeros(device.COPIED_PAGES, np.int32)
+            targets = np.full(device.COPIED_PAGES, self._pages, np.int32)
+            sources[: len(part)], targets[: len(part)] = zip(*part, strict=True)
+            self._cache = device.copy(self._cache, sources, targets)
+        self._count(copied_pages=len(copies))
 
     def _count(self, **more: float) -> None:
         grown = {name: getattr(self._stats, name) + value for name, value in more.items()}
@@ -333,12 +357,10 @@ class JaxEngine:
     def _swap(self, params: Any, version: int, digest: str) -> None:
         self._params, self._version, self._digest = params, version, digest
         self._sums = device.checksums(params)
-        self._cache = None  # freed before the new one is made
-        caps = self._caps
-        self._cache = decoder.init_cache(
-            self._model, len(self._table.rows), caps.max_context_tokens, self._model.compute_dtype
-        )
-        self._table.recompute()
+        self._table.retract()
+        self._table.cache.restart(version)
+        self._cache = None  # freed before the new one is made; empty, so that no number of broken weights stays
+        self._cache = decoder.init_cache(self._resident_model, self._pages, PAGE_TOKENS, self._model.compute_dtype)
 
     def _score(self, ids: np.ndarray) -> np.ndarray:
         cache = decoder.init_cache(self._model, 1, self._caps.max_context_tokens, self._model.compute_dtype)
@@ -349,11 +371,11 @@ class JaxEngine:
             positions = np.full((1, self._chunk), -1, np.int32)
             tokens[0, : stop - start], targets[0, : stop - start] = ids[start:stop], ids[start + 1 : stop + 1]
             positions[0, : stop - start] = np.arange(start, stop)
-            cache, logprobs = device.score(self._model, self._params, cache, tokens, positions, targets)
+            cache, logprobs = device.score(self._resident_model, self._params, cache, tokens, positions, targets)
             out[start + 1 : stop + 1] = np.asarray(logprobs)[0, : stop - start]
         return out
 
-    def _abort(self, replies: list[_Reply]) -> None:
+    def _abort(self, replies: list[replies.Reply]) -> None:
         for job in self._table.jobs():
             job.reply.resolve(job.generation(FinishReason.ABORT))
         for reply in replies:
@@ -372,23 +394,5 @@ class JaxEngine:
         self._table.clear()
 
 
-class _Reply:
-    """A future of the caller's event loop that the worker thread may settle."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self._loop.create_future()
-
-    def resolve(self, value: Any) -> None:
-        """Give the caller its value."""
-        self._settle(functools.partial(self.future.set_result, value))
-
-    def fail(self, error: EngineError) -> None:
-        """Raise in the caller."""
-        self._settle(functools.partial(self.future.set_exception, error))
-
-    def _settle(self, act: Callable[[], None]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(lambda: None if self.future.done() else act())
-        except RuntimeError:  # the caller's loop is closed: nobody waits any more
-            return
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE_TOKENS)

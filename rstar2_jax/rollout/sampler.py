@@ -1,8 +1,9 @@
 """Drawing ids from logits, row by row, with one uniform number a row.
 
 A row's id depends on its own logits, sampling values and key alone, bit for bit: all rows pass through the same code,
-whatever their neighbours ask for. Only the cuts of top-k and top-p are computed on demand, by bisection over the bits
-of a float: exact, without a sort of the vocabulary.
+whatever their neighbours ask for. Only the cuts of top-k and top-p are computed on demand: from the most probable 64
+ids where those hold the whole nucleus, else by bisection over the bits of a float, exact without a sort of the
+vocabulary. Which of the two a row takes is a matter of its own logits.
 
 Deliberately not here: penalties, min-p, grammars.
 """
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
 _BLOCK = 128  # ids of a block of the two-level draw
+_LIKELY = 64  # most probable ids that are looked at before the whole vocabulary is
 _INFINITY_BITS = 0x7F800000
 
 
@@ -54,15 +56,43 @@ def sample(
         lambda gaps, weights, top_k, top_p: jnp.full(gaps.shape[0], jnp.inf, jnp.float32),
         *(gaps, weights, top_k, top_p),
     )
-    uniform = jax.vmap(lambda key: jax.random.uniform(key))(keys)
-    drawn = _draw(jnp.where(gaps <= cuts[:, None], weights, 0.0), uniform)
-    ids = jnp.where(greedy, jnp.argmax(scaled, axis=-1).astype(jnp.int32), drawn)
+    # The most probable id is what remains under a cut of 0, and the number 0 draws the first of equals.
+    cuts, uniform = jnp.where(greedy, 0.0, cuts), jax.vmap(lambda key: jax.random.uniform(key))(keys)
+    ids = _draw(jnp.where(gaps <= cuts[:, None], weights, 0.0), jnp.where(greedy, 0.0, uniform))
     chosen = jnp.take_along_axis(gaps, ids[:, None], axis=-1)[:, 0]
     return ids, -chosen - jnp.log(jnp.sum(weights, axis=-1))
 
 
 def _cuts(gaps, weights, top_k, top_p):
     """Largest gap to the best logit that stays, infinite for rows that keep everything."""
+    near, enough = _cuts_of_likely(gaps, weights, top_k, top_p)
+    asked = (top_k > 0) | (top_p < 1)
+    far = jax.lax.cond(
+        jnp.any(asked & ~enough), _cuts_of_all, lambda *_: jnp.zeros_like(near), *(gaps, weights, top_k, top_p)
+    )
+    return jnp.where(asked, jnp.where(enough, near, far), jnp.inf)
+
+
+def _cuts_of_likely(gaps, weights, top_k, top_p):
+    """(cuts, whether they are the true ones) from the most probable ids alone."""
+    count = min(_LIKELY, gaps.shape[1])
+    sorted_gaps = -jax.lax.top_k(-gaps, count)[0]
+    sorted_weights = jnp.exp(-sorted_gaps)
+    limited = (top_k > 0) & (top_k <= count)
+    by_count = jnp.take_along_axis(sorted_gaps, jnp.clip(top_k - 1, 0, count - 1)[:, None], axis=-1)[:, 0]
+    by_count = jnp.where(limited, by_count, jnp.inf)
+    # Ids that tie with the last of the k count too, and those beyond the ones looked at are not known.
+    known = ~limited | (by_count < sorted_gaps[:, -1]) | (count == gaps.shape[1])
+    kept = jnp.where(sorted_gaps <= by_count[:, None], sorted_weights, 0.0)
+    mass = jnp.where(limited, jnp.sum(kept, axis=-1), jnp.sum(weights, axis=-1))
+    reached = jnp.cumsum(kept, axis=-1) >= (top_p * mass)[:, None]
+    by_mass = jnp.take_along_axis(sorted_gaps, jnp.argmax(reached, axis=-1)[:, None], axis=-1)[:, 0]
+    cut = jnp.where(top_p < 1, jnp.minimum(by_mass, by_count), by_count)
+    found = jnp.where(top_p < 1, reached[:, -1], limited)
+    return cut, known & found & (limited | (top_k <= 0))
+
+
+def _cuts_of_all(gaps, weights, top_k, top_p):
     by_count = _smallest_gap(gaps, jnp.ones_like(weights), top_k.astype(jnp.float32))
     by_count = jnp.where(top_k > 0, by_count, jnp.inf)
     left = jnp.where(gaps <= by_count[:, None], weights, 0.0)

@@ -1,10 +1,14 @@
-"""Who sits in which row of the decode batch: the host's bookkeeping of the embedded engine.
+"""Who sits in which lane and what the device does next: the host's bookkeeping of the embedded engine.
 
-First come, first served; a row that ends gives its place to the next request at once. One Job is one request from
-admission to its end; its ids, log-probabilities and weight versions grow together. The table decides what the device
-does next and keeps account of what its cache holds.
+A Job is one request from admission to its end; its ids, log-probabilities and weight versions grow together. First
+come, first served, with two exceptions: a request whose beginning another is computing right now waits for it and
+shares it, and when pages run out the request that came last gives up its own and waits at the head of the queue.
 
-Deliberately not here: device work (device.py), threads and futures (jax_engine.py).
+A call of the device is planned as a whole: rows that can sample keep a lane for as long as they do, and the ids that
+other rows still need in the cache are spread over the lanes that are left, step by step. A row begins to sample in
+the step after the last of its ids.
+
+Deliberately not here: device work (device.py), pages (kv_cache.py), threads and futures (jax_engine.py).
 """
 
 from __future__ import annotations
@@ -12,25 +16,31 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rstar2_jax.rollout import device, prefixes
+from rstar2_jax.rollout import device, kv_cache
 from rstar2_jax.rollout.engine import Generation, Request
 from rstar2_jax.types import FinishReason
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Job:
-    """One request and what it has sampled so far. `reply` is the caller's handle, `cancelled` gives the place up."""
+    """One request and what it has sampled so far.
+
+    reply is the caller's handle; cancelled gives the place up; serial says when it was seated last; computed is the
+    most entries that its cache has had.
+    """
 
     request: Request
     prompt_ids: np.ndarray
     reply: Any
     cancelled: bool = False
-    prefilled: int = 0
+    serial: int = -1
+    computed: int = 0
+    lease: kv_cache.Lease | None = None
     ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
@@ -41,14 +51,25 @@ class Job:
         return len(self.prompt_ids) + len(self.ids)
 
     @property
-    def needs_prefill(self) -> bool:
-        """True until all ids but the last are in the cache; the last one is the next decode step's input."""
-        return self.prefilled < self.context_tokens - 1
+    def remaining(self) -> int:
+        """Ids that it may still sample."""
+        return self.request.sampling.max_new_tokens - len(self.ids)
 
     @property
-    def context_ids(self) -> np.ndarray:
-        """i32[n]: the prompt and what was sampled."""
-        return np.concatenate([self.prompt_ids, np.asarray(self.ids, np.int32)]) if self.ids else self.prompt_ids
+    def held(self) -> kv_cache.Lease:
+        """Its lease; only seated jobs have one."""
+        assert self.lease is not None
+        return self.lease
+
+    @property
+    def missing_tokens(self) -> int:
+        """Ids to be written before it can sample: all but the last, which is the next step's input."""
+        return self.context_tokens - 1 - self.held.filled
+
+    def ids_from(self, start: int) -> np.ndarray:
+        """i32[n]: the ids to be in the cache, from an index on."""
+        ids = np.concatenate([self.prompt_ids, np.asarray(self.ids, np.int32)]) if self.ids else self.prompt_ids
+        return ids[start:-1]
 
     def generation(self, finish_reason: FinishReason) -> Generation:
         """What goes back to the caller."""
@@ -60,198 +81,215 @@ class Job:
         )
 
 
-class Copy(NamedTuple):
-    """Copy cache rows: sources[i] to targets[i]; a target beyond the last slot takes no part."""
-
-    sources: np.ndarray
-    targets: np.ndarray
-
-
-class Prefill(NamedTuple):
-    """Write one chunk of each named slot: slots [r], tokens [r, c], positions [r, c] (-1 is padding)."""
-
-    slots: np.ndarray
-    tokens: np.ndarray
-    positions: np.ndarray
-
-
-class Decode(NamedTuple):
-    """Sample in every row that takes part, until `leave_after` of them have ended or the call's steps are used up."""
+class Call(NamedTuple):
+    """What device.step is called with."""
 
     rows: device.Rows
+    given: device.Given
+    steps: np.int32
     leave_after: np.int32
 
 
 class SlotTable:
-    """Rows of the decode batch and the queue in front of them.
+    """The seated rows, their pages and the queue in front of them.
 
     Args:
-        slots: rows of the decode batch.
-        context_tokens: entries of a row of the cache.
-        prefill_rows, chunk_tokens: shape of a prefill call.
+        lanes: rows that may be seated at once, which is what a step of the device moves.
+        context_tokens: longest sequence.
+        pages: of the pool; they must hold one sequence of full length.
+        page_tokens: entries of a page.
     """
 
-    def __init__(self, slots: int, context_tokens: int, prefill_rows: int, chunk_tokens: int) -> None:
+    def __init__(self, lanes: int, context_tokens: int, pages: int, page_tokens: int) -> None:
+        self.lanes = lanes
+        self._table_pages = -(-context_tokens // page_tokens)
+        assert pages >= self._table_pages, "the pool holds less than one sequence"
+        self.cache = kv_cache.KvCache(pages, page_tokens)
         self.waiting: collections.deque[Job] = collections.deque()
-        self.rows: list[Job | None] = [None] * slots
-        self._device_rows = device.empty_rows(slots)
-        self._prefixes = prefixes.PrefixTable(slots, context_tokens, chunk_tokens)
-        self._prefill_rows, self._chunk = prefill_rows, chunk_tokens
-        self._was_put_off = False
-
-    @property
-    def seated(self) -> int:
-        """Rows that hold a request."""
-        return sum(job is not None for job in self.rows)
+        self.rows: list[Job] = []
+        self.preempted = self.recomputed_tokens = self.shared_tokens = 0
+        self._seated = itertools.count()
+        self._layout: list[Job] = []
+        self._starts: list[int] = []
+        self._written: list[tuple[Job, int, int]] = []  # (row, step, ids of it that are given in that step)
 
     @property
     def is_busy(self) -> bool:
-        """True while any request, seated or waiting, has not ended."""
-        return bool(self.waiting) or self.seated > 0
+        """Whether any request is seated or waits."""
+        return bool(self.rows or self.waiting)
 
     def jobs(self) -> Iterable[Job]:
-        """Every request that has not ended, seated ones first."""
-        return itertools.chain((job for job in self.rows if job is not None), self.waiting)
+        """Every request that has not ended."""
+        return itertools.chain(self.rows, self.waiting)
 
-    def admit(self) -> None:
-        """Drop cancelled requests, then seat waiting ones in the order of their arrival."""
-        for slot, job in enumerate(self.rows):
-            if job is not None and job.cancelled:
-                self.vacate(slot)
-        for slot, job in enumerate(self.rows):
-            if job is None:
-                arrived = self._next_waiting()
-                if arrived is None:
-                    return
-                self.rows[slot] = arrived
-                self._seat(slot, arrived)
-
-    def _next_waiting(self) -> Job | None:
-        while self.waiting:
+    def admit(self) -> list[kv_cache.Copy]:
+        """Drop cancelled requests, then seat waiting ones; the pages to copy before the next step."""
+        for job in [job for job in self.rows if job.cancelled]:
+            self._vacate(job)
+        promised, passed, copies = self._promised(), [], []
+        while self.waiting and len(self.rows) < self.lanes:
             job = self.waiting.popleft()
-            if not job.cancelled:
-                return job
-        return None
-
-    def _seat(self, slot: int, job: Job) -> None:
-        sampling, rows = job.request.sampling, self._device_rows
-        rows.seed_words[slot] = job.request.seed >> 32, job.request.seed & 0xFFFFFFFF
-        rows.temperature[slot] = sampling.temperature
-        rows.top_k[slot], rows.top_p[slot] = sampling.top_k, sampling.top_p
-        rows.stop_ids[slot] = device.padded_stop_ids(sampling.stop_ids)
-
-    def vacate(self, slot: int) -> None:
-        """Free a row. Its sampling values go back to the neutral ones, so that it costs the batch nothing."""
-        self.rows[slot] = None
-        rows = self._device_rows
-        rows.temperature[slot], rows.top_k[slot], rows.top_p[slot] = 1.0, -1, 1.0
-
-    def next_step(self) -> Copy | Prefill | Decode | None:
-        """The next device call, None when no request is seated. Progress is moved on: the caller must run the call.
-
-        Copies come first, then prefill, then decoding. A prefill call that few rows wait for is put off once, for one
-        decode call, while most rows can decode: others may join it.
-        """
-        copies, prefills = self._plan()
-        if copies:
-            return self._copy(copies)
-        held_up = sum(job is not None and job.needs_prefill for job in self.rows)
-        few = held_up < self._prefill_rows and held_up < self.seated / 2 and self.seated > len(self.rows) / 2
-        put_off = few and not self._was_put_off
-        self._was_put_off = bool(prefills) and put_off
-        if prefills and not put_off:
-            return self._prefill(prefills)
-        return self._decode(self._prefill_rows - held_up) if self.seated else None
-
-    def _plan(self) -> tuple[list[tuple[int, int, int]], list[int]]:
-        """((source, slot, entries) of copies, slots to prefill), both at most one call long.
-
-        Of requests with equal ids only the first is prefilled; the others wait for its row and copy it.
-        """
-        copies, prefills, found = [], [], {}
-        for slot, job in enumerate(self.rows):
-            if job is None or not job.needs_prefill or len(copies) == self._prefill_rows:
+            if job.cancelled:
                 continue
-            ids = job.context_ids[:-1]
-            key = ids.tobytes()
-            follows = key in found
-            source, held = found.setdefault(key, self._prefixes.best(ids)) if not follows else found[key]
-            if follows and held < len(ids):
+            ids = job.ids_from(0)
+            keys = self.cache.keys(ids)
+            if promised and _longest(promised, [*keys, self.cache.name(ids, keys)]) > self.cache.known(ids, keys):
+                passed.append(job)
                 continue
-            if held > job.prefilled:
-                copies.append((source, slot, held))
-            elif len(prefills) < self._prefill_rows:
-                prefills.append(slot)
-        return copies, prefills
+            # A page for each row is left alone, so that the newcomer is not thrown out again at once.
+            opened = self.cache.open(ids, keys, len(ids) + 1, spare=len(self.rows))
+            if opened is None:
+                self.waiting.appendleft(job)
+                break
+            copies += opened[1]
+            self._seat(job, opened[0])
+            self._promise(promised, job, ids, keys)
+        self.waiting.extendleft(reversed(passed))
+        return copies
 
-    def _copy(self, copies: list[tuple[int, int, int]]) -> Copy:
-        sources, targets = np.zeros(self._prefill_rows, np.int32), np.full(self._prefill_rows, len(self.rows), np.int32)
-        count, (from_, to, held) = len(copies), zip(*copies, strict=True)
-        sources[:count], targets[:count] = from_, to
-        for slot, length in zip(to, held, strict=True):
-            self._job(slot).prefilled = length
-        self._prefixes.copy(list(from_), list(to), held)
-        return Copy(sources, targets)
+    def _seat(self, job: Job, lease: kv_cache.Lease) -> None:
+        job.lease, job.serial = lease, next(self._seated)
+        self.shared_tokens += lease.filled
+        self.recomputed_tokens += max(0, job.computed - lease.filled)
+        self.rows.append(job)
 
-    def _prefill(self, pending: list[int]) -> Prefill:
-        rows, chunk = self._prefill_rows, self._chunk
-        slots = np.full(rows, len(self.rows), np.int32)
-        tokens, positions = np.zeros((rows, chunk), np.int32), np.full((rows, chunk), -1, np.int32)
-        for i, slot in enumerate(pending):
-            job = self._job(slot)
-            start = job.prefilled
-            ids = job.context_ids[start : min(start + chunk, job.context_tokens - 1)]
-            slots[i] = slot
-            tokens[i, : len(ids)], positions[i, : len(ids)] = ids, np.arange(start, start + len(ids))
-            self._prefixes.write(slot, start, ids)
-            job.prefilled += len(ids)
-        return Prefill(slots, tokens, positions)
-
-    def _decode(self, room: int) -> Decode:
-        rows = self._device_rows
-        for slot, job in enumerate(self.rows):
-            rows.position[slot] = -1
-            if job is not None and not job.needs_prefill:
-                rows.token[slot] = job.ids[-1] if job.ids else job.prompt_ids[-1]
-                rows.position[slot] = job.context_tokens - 1
-                rows.remaining[slot] = job.request.sampling.max_new_tokens - len(job.ids)
-                self._prefixes.cut(slot, min(job.prefilled, len(job.prompt_ids) - 1))
-        return Decode(rows, np.int32(min(len(self.waiting), max(room, 1)) or len(self.rows)))
-
-    def _job(self, slot: int) -> Job:
-        job = self.rows[slot]
-        assert job is not None
-        return job
-
-    def record(self, ids: np.ndarray, logprobs: np.ndarray, version: int) -> list[tuple[Job, FinishReason]]:
-        """Append a decode call's output to the seated requests; those that ended leave their rows and come back."""
-        ended, counts = [], np.sum(ids >= 0, axis=1).tolist()
-        for slot, (job, count) in enumerate(zip(self.rows, counts, strict=True)):
-            if job is None or not count:
-                continue
-            job.ids += ids[slot, :count].tolist()
-            job.logprobs += logprobs[slot, :count].tolist()
-            job.versions += [version] * count
-            job.prefilled = job.context_tokens - 1
-            sampling = job.request.sampling
-            if job.ids[-1] in sampling.stop_ids:
-                ended.append((job, FinishReason.STOP))
-            elif len(job.ids) >= sampling.max_new_tokens:
-                ended.append((job, FinishReason.LENGTH))
-            else:
-                continue
-            self.vacate(slot)
-        return ended
-
-    def recompute(self) -> None:
-        """Forget what the cache holds: seated requests are prefilled again with all of their ids."""
-        self._prefixes.clear()
+    def _promised(self) -> dict[bytes, int]:
+        """Beginnings that seated rows are about to have in the cache, by name, and their lengths."""
+        promised: dict[bytes, int] = {}
         for job in self.rows:
-            if job is not None:
-                job.prefilled = 0
+            if job.missing_tokens and self.waiting:
+                ids = job.ids_from(0)
+                self._promise(promised, job, ids, self.cache.keys(ids))
+        return promised
+
+    def _promise(self, promised: dict[bytes, int], job: Job, ids: np.ndarray, keys: Sequence[bytes]) -> None:
+        if job.missing_tokens:
+            promised.update((key, number * self.cache.page_tokens) for number, key in enumerate(keys) if number)
+            promised[self.cache.name(ids, keys)] = len(ids)
+
+    def _vacate(self, job: Job) -> None:
+        self.cache.close(job.held)
+        job.lease = None
+        self.rows.remove(job)
+
+    def retract(self) -> None:
+        """Every seated row gives up its pages and waits at the head of the queue."""
+        for job in sorted(self.rows, key=lambda job: -job.serial):
+            self._vacate(job)
+            self.waiting.appendleft(job)
+
+    def _reserve(self, steps: int) -> None:
+        """Give every row the pages that so many steps may fill; those that came last make room where there is none."""
+        for job in sorted(self.rows, key=lambda job: job.serial):
+            while job.lease and not self.cache.reserve(job.lease, job.context_tokens - 1 + min(steps, job.remaining)):
+                last = max(self.rows, key=lambda job: job.serial)
+                self.preempted += 1
+                self._vacate(last)
+                self.waiting.appendleft(last)
+
+    def plan(self, max_steps: int) -> Call | None:
+        """The next call of the device, None when no request is seated. `record` takes what came of it.
+
+        While requests wait, the call ends when some rows have: each of their places is worth more than a step's share.
+        It also ends when a beginning that a waiting request will share is complete.
+        """
+        if not self.rows:
+            return None
+        self._reserve(max_steps)
+        ready = sorted((job for job in self.rows if not job.missing_tokens), key=lambda job: -job.context_tokens)
+        behind = sorted((job for job in self.rows if job.missing_tokens), key=lambda job: job.serial)
+        self._layout = [*ready, *behind]
+        given = self._give(len(ready), behind, max_steps)
+        steps = max_steps
+        if behind and self.waiting and len(self.rows) < self.lanes:
+            steps = min(max_steps, max(1, max(self._starts)))
+        leave_after = max(1, self.lanes // 16) if self.waiting else self.lanes + 1
+        return Call(self._device_rows(), given, np.int32(steps), np.int32(leave_after))
+
+    def _give(self, ready: int, behind: Sequence[Job], max_steps: int) -> device.Given:
+        """Spread the ids that rows lack over the lanes that no row samples in."""
+        given, starts = device.nothing_given(self.lanes), {}
+        self._written = []
+        step, free = 0, list(range(ready, self.lanes))
+        for lane, job in enumerate(behind, ready):
+            position = job.held.filled
+            ids = job.ids_from(position)
+            while len(ids) and step < max_steps:
+                count = min(len(ids), len(free))
+                if not count:
+                    step += 1
+                    free = [
+                        free_lane for free_lane in range(ready, self.lanes) if starts.get(free_lane, max_steps) > step
+                    ]
+                    continue
+                taken, free = free[:count], free[count:]
+                given.token[step, taken], given.owner[step, taken] = ids[:count], lane
+                given.position[step, taken] = np.arange(position, position + count)
+                self._written.append((job, step, count))
+                ids, position = ids[count:], position + count
+            if not len(ids):
+                starts[lane] = step + 1
+        self._starts = [0] * ready + [starts.get(lane, max_steps) for lane in range(ready, ready + len(behind))]
+        return given
+
+    def _device_rows(self) -> device.Rows:
+        rows = device.empty_rows(self.lanes, self._table_pages)
+        for lane, (job, start) in enumerate(zip(self._layout, self._starts, strict=True)):
+            sampling, pages = job.request.sampling, job.held.pages
+            rows.token[lane], rows.position[lane] = (
+                job.ids[-1] if job.ids else job.prompt_ids[-1],
+                job.context_tokens - 1,
+            )
+            rows.start[lane], rows.remaining[lane] = start, job.remaining
+            rows.seed_words[lane] = job.request.seed >> 32, job.request.seed & 0xFFFFFFFF
+            rows.temperature[lane], rows.top_k[lane], rows.top_p[lane] = (
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+            )
+            rows.stop_ids[lane] = device.padded_stop_ids(sampling.stop_ids)
+            rows.table[lane, : len(pages)] = pages
+        return rows
+
+    def record(
+        self, ids: np.ndarray, logprobs: np.ndarray, done: int, version: int
+    ) -> tuple[int, list[tuple[Job, FinishReason]]]:
+        """(ids that were given, rows that ended) in the call that was planned last; the ended ones leave their lanes.
+
+        Args:
+            ids, logprobs: [lanes, MAX_STEPS] as the device gave them back.
+            done: steps that it did.
+            version: of the weights.
+        """
+        given = 0
+        for job, step, count in self._written:
+            if step < done:
+                self.cache.write(job.held, job.ids_from(job.held.filled)[:count].tolist())
+                given += count
+        ended, counts = [], np.sum(ids >= 0, axis=1).tolist()
+        for lane, (job, start, count) in enumerate(zip(self._layout, self._starts, counts, strict=False)):
+            if count:
+                last = job.ids[-1] if job.ids else int(job.prompt_ids[-1])
+                job.ids += ids[lane, start : start + count].tolist()
+                job.logprobs += logprobs[lane, start : start + count].tolist()
+                job.versions += [version] * count
+                self.cache.write(job.held, [last, *job.ids[-count:-1]])
+            job.computed = max(job.computed, job.held.filled)
+            if count and job.ids[-1] in job.request.sampling.stop_ids:
+                ended.append((job, FinishReason.STOP))
+            elif count and job.remaining <= 0:
+                ended.append((job, FinishReason.LENGTH))
+        for job, _ in ended:
+            self._vacate(job)
+        return given, ended
 
     def clear(self) -> None:
         """Forget every request."""
         self.waiting.clear()
-        for slot in range(len(self.rows)):
-            self.vacate(slot)
+        for job in list(self.rows):
+            self._vacate(job)
+
+
+def _longest(promised: dict[bytes, int], names: Sequence[bytes]) -> int:
+    """Most ids that any of the names promises."""
+    return max((promised.get(name, 0) for name in names), default=0)

@@ -1,0 +1,83 @@
+"""Attention over a pool of pages: keys and values of a sequence lie in pages anywhere, in the order of its table.
+
+A query goes over the pages of its table one after another and keeps the running maximum, the sum of weights and the
+weighted values (the online softmax of FlashAttention, arXiv 2205.14135). A page that lies beyond a query changes none
+of the three by a single bit: its weights are exactly 0 and the maximum stays. So how far the loop runs, which depends
+on the longest sequence beside it, changes no number of a row.
+
+Queries are taken in groups of a few, each with a loop of its own: a group runs no further than its own longest
+sequence, and the pages that it has gathered stay in the processor's cache until they are used.
+
+Deliberately not here: who owns which page (rollout/kv_cache.py).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from rstar2_jax.model import ops
+
+GROUP_ROWS = 4  # queries whose pages are gathered at once
+
+
+def write(
+    keys: Float[Array, "n k d p"],
+    values: Float[Array, "n k p d"],
+    new_keys: Float[Array, "b k d"],
+    new_values: Float[Array, "b k d"],
+    positions: Int[Array, " b"],
+    tables: Int[Array, "b t"],
+) -> tuple[Float[Array, "n k d p"], Float[Array, "n k p d"]]:
+    """(keys, values) with each row's new entry at its position; a negative one writes nothing."""
+    page_tokens = values.shape[2]
+    places = jnp.maximum(positions, 0)
+    pages = jnp.take_along_axis(tables, (places // page_tokens)[:, None], axis=1)[:, 0]
+    pages, offsets = jnp.where(positions < 0, keys.shape[0], pages), places % page_tokens
+    keys = keys.at[pages, :, :, offsets].set(new_keys.astype(keys.dtype), mode="drop")
+    return keys, values.at[pages, :, offsets].set(new_values.astype(values.dtype), mode="drop")
+
+
+def attention(
+    q: Float[Array, "b h d"],
+    keys: Float[Array, "n k d p"],
+    values: Float[Array, "n k p d"],
+    positions: Int[Array, " b"],
+    tables: Int[Array, "b t"],
+) -> Float[Array, "b h d"]:
+    """Attention of each query to the entries of its table at or before its position.
+
+    A row with a negative position takes no part: what comes out for it is finite and without meaning.
+    """
+    b, h, d = q.shape
+    q = q.reshape(b, keys.shape[1], h // keys.shape[1], d)
+    parts = [slice(lo, min(lo + GROUP_ROWS, b)) for lo in range(0, b, GROUP_ROWS)]
+    outs = [_over_pages(q[part], keys, values, positions[part], tables[part]) for part in parts]
+    return jnp.concatenate(outs).reshape(b, h, d)
+
+
+def _over_pages(q, keys, values, positions, tables):
+    page_tokens, scale = values.shape[2], q.shape[-1] ** -0.5
+
+    def visit(number, state):
+        best, total, out = state
+        pages = jax.lax.dynamic_index_in_dim(tables, number, axis=1, keepdims=False)
+        k = keys.at[pages].get(mode="promise_in_bounds").astype(q.dtype)
+        v = values.at[pages].get(mode="promise_in_bounds").astype(q.dtype)
+        scores = jnp.einsum("bkgd,bkdp->bkgp", q, k, preferred_element_type=jnp.float32) * scale
+        seen = number * page_tokens + jnp.arange(page_tokens) <= positions[:, None]
+        scores = jnp.where(seen[:, None, None], scores, ops.MASKED)
+        new_best = jnp.maximum(best, scores.max(axis=-1))
+        shrink, weights = jnp.exp(best - new_best), jnp.exp(scores - new_best[..., None])
+        added = jnp.einsum("bkgp,bkpd->bkgd", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
+        return new_best, total * shrink + weights.sum(axis=-1), out * shrink[..., None] + added
+
+    start = (
+        jnp.full(q.shape[:3], ops.MASKED, jnp.float32),
+        jnp.zeros(q.shape[:3], jnp.float32),
+        jnp.zeros(q.shape, jnp.float32),
+    )
+    pages = jnp.max(positions) // page_tokens + 1
+    _, total, out = jax.lax.fori_loop(0, pages, visit, start)
+    return (out / jnp.maximum(total, 1)[..., None]).astype(q.dtype)
