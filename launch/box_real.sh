@@ -36,7 +36,8 @@ fi
 
 "$VENV/bin/python" -m rstar2_jax.io.smollm2 --out "$MODEL"
 MODEL=$(realpath "$MODEL")
-stage sft sft.gin "$MODEL" --steps=10 "${problems[@]}"
+# Problems of the first stage (solutions of at most two steps), and rows no longer than a demonstration with one call.
+stage sft sft.gin "$MODEL" --steps=20 --gin_bindings="Learner.row_tokens=640" "${problems[@]}"
 stage stage1 stage1.gin "$RUNS/sft" --steps=3 "${problems[@]}"
 # The problems of AIME are longer, and an evaluation leaves none out.
 stage eval_rl eval.gin "$RUNS/stage1" --gin_bindings="Task.source='aime24'" \

@@ -159,6 +159,7 @@ class Rollout:
         engine_slots: rows of the decode batch; one shape for the whole run (batch invariance).
         prefill_chunk_tokens: columns of the prefill batch; one shape for the whole run.
         deadline_s: limit on any single wait of an episode (engine turn, tool call, grading).
+        max_staleness: steps that generation may run ahead of training; 0 is the synchronous loop of the paper.
     """
 
     prompts_per_step: int
@@ -175,6 +176,7 @@ class Rollout:
     engine_slots: int = 16
     prefill_chunk_tokens: int = 32
     deadline_s: float = 600.0
+    max_staleness: int = 0
 
     def __post_init__(self) -> None:
         _positive(self, "prompts_per_step", "group_size", "max_prompt_tokens", "max_response_tokens", "max_turns")
@@ -182,6 +184,7 @@ class Rollout:
         _check(self.oversample >= self.group_size, self, "oversample", f"must be >= group_size = {self.group_size}")
         _check(self.temperature > 0, self, "temperature", "must be above 0 (1.0 is the policy itself)")
         _check(0 < self.top_p <= 1, self, "top_p", "must be in (0, 1]")
+        _check(self.max_staleness >= 0, self, "max_staleness", "must be 0 (synchronous) or more steps")
         _check(self.top_k == -1 or self.top_k > 0, self, "top_k", "must be above 0, or -1 for off")
 
 

@@ -3,9 +3,11 @@
     prompts -> rollout <-> tools -> reward -> RoC -> advantages -> loss -> update -> publish weights -> rollout
 
 A run continues from its newest good checkpoint: the state, the prompt cursor, the surplus groups and the root seed give
-the same steps again, bit for bit.
+the same steps again, bit for bit (with Rollout.max_staleness = 0: ahead of training, which weights sample an id depends
+on the clock).
 
-Deliberately not here: any maths (algo/), any detail of I/O (io/, weights/), and generation ahead of training.
+Deliberately not here: any maths (algo/), any detail of I/O (io/, weights/), and when generation may run ahead
+(rollout/ahead.py).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import signal
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +31,11 @@ from rstar2_jax.io import checkpoint, clock, metrics, trajectories
 from rstar2_jax.learner import batch, objective, update
 from rstar2_jax.learner import step as learning
 from rstar2_jax.report import console
-from rstar2_jax.rollout import groups, statistics, tier
+from rstar2_jax.rollout import ahead, groups, statistics, tier
 from rstar2_jax.types import Group, TrainState
 from rstar2_jax.weights import publish
 
+Metrics = dict[str, float | None]
 INTERRUPTED = 75  # EX_TEMPFAIL: start the same command again to go on
 _MAX_ABANDONED = 3
 _STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -167,9 +171,12 @@ async def _train(
         await _publish(desk, progress)
         await rooms.warm_up("1", rollout)
         stopping = _stop_on_signals()
+        batches = _ahead(desk, progress)
+        stack.push_async_callback(batches.close)
         while progress.step < run.steps and not stopping.is_set():
             examined = await _examine(desk, progress.step)
-            told = await _step(desk, progress)
+            batches.trained(progress.step)
+            told = await _step(desk, progress, batches)
             told |= examined | _judge(desk, progress.step - 1, told | examined) | desk.clock.lap()
             writer.write(progress.step - 1, told)
             screen.step(progress.step - 1, told)
@@ -178,57 +185,54 @@ async def _train(
         return 0 if progress.step >= run.steps else INTERRUPTED
 
 
-async def _step(desk: _Desk, progress: _Progress) -> dict[str, float | None]:
+def _ahead(desk: _Desk, progress: _Progress) -> ahead.Ahead:
+    """The collections of this run, from where it stands."""
+
+    def collect(step: int, cursor: int, left_over: Sequence[Group]) -> Awaitable[groups.Collection]:
+        return groups.collect(
+            desk.sampler,
+            lambda offset, count: desk.source.batch(desk.run.seed, cursor + offset, count),
+            step=step,
+            carried=left_over,
+            on_progress=lambda done, total: desk.screen.progress("rollout", done, total),
+        )
+
+    return ahead.Ahead(
+        collect,
+        step=progress.step,
+        cursor=progress.cursor,
+        left_over=progress.carried,
+        steps=desk.run.steps,
+        max_staleness=desk.rollout.max_staleness,
+    )
+
+
+async def _step(desk: _Desk, progress: _Progress, batches: ahead.Ahead) -> Metrics:
     """One step in place: sample, grade, select, update, publish. Returns its metrics."""
     disagreed = desk.rooms.disagreements()
     with desk.clock.phase("rollout"):
-        collected = await groups.collect(
-            desk.sampler,
-            lambda offset, count: desk.source.batch(desk.run.seed, progress.cursor + offset, count),
-            step=progress.step,
-            carried=progress.carried,
-            on_progress=lambda done, total: desk.screen.progress("rollout", done, total),
-        )
+        taken = await batches.next()
+    collected = taken.collection
     for fault in collected.faults[:3]:
         desk.screen.note(f"! {fault}")
-    carried = {id(group) for group in progress.carried}
-    sampled = (*collected.groups, *collected.surplus, *collected.rejected)
-    fresh = [group for group in sampled if id(group) not in carried]
-    told = statistics.describe(fresh) | {"rollout/refills": float(collected.refills)}
+    told = statistics.describe(collected.sampled) | statistics.staleness(collected.groups, progress.step)
+    told |= {"rollout/refills": float(collected.refills), "rollout/stale_dropped": float(taken.dropped)}
     abandoned = collected.unscored_share > desk.roc.max_unscored
     with desk.clock.phase("select"):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(desk.run.seed), progress.step), 1)
         chosen = batch.select(collected.groups, key, desk.rollout, desk.roc, desk.learner.loss)
         rows = [] if abandoned else batch.rows(collected.groups, chosen)
-        work = batch.minibatches(rows, desk.learner)
         told |= {"learner/trained_rows": float(len(rows))}
     with desk.clock.phase("learn"):
-        progress.state, learned = learning.learn(
-            desk.trainer,
-            progress.state,
-            work,
-            desk.learner.loss,
-            reference=desk.reference,
-            on_progress=lambda done, total: desk.screen.progress("learn", done, total),
-        )
-        # Of rows that were sampled under older weights the gap shows the training between, not a fault of the engine.
-        stale = any(id(group) in carried for group in collected.groups)
+        learned = await _learn(desk, progress, batch.minibatches(rows, desk.learner))
+        # Of rows sampled under older weights the gap shows the training between, not a fault of the engine.
+        stale = bool(told["rollout/staleness_max"])
         told |= {f"stale_{name}" if stale and name.startswith("mismatch/") else name: v for name, v in learned.items()}
     with desk.clock.phase("log"):
-        weight = functools.partial(roc_rule.weights, p_floor=desk.roc.p_floor)
-        drawn = weight if desk.roc.positives == "inverse" else None
-        used = (None, None, None) if abandoned else (chosen.kept, chosen.advantages, drawn)
-        records = trajectories.records(collected.groups, *used)
-        records += trajectories.records(collected.rejected, first_group=len(collected.groups))
-        trajectories.write_step(desk.workdir, progress.step, records)
+        _log(desk, progress.step, collected, None if abandoned else chosen)
     progress.step += 1
-    progress.cursor += collected.prompts_used
-    progress.carried = collected.surplus
+    progress.cursor, progress.carried = taken.cursor, collected.surplus
     progress.abandoned_in_row = progress.abandoned_in_row + 1 if abandoned else 0
-    told |= {
-        "rollout/abandoned": float(abandoned),
-        "reward/grader_disagree": float(desk.rooms.disagreements() - disagreed),
-    }
     with desk.clock.phase("publish"):
         await _publish(desk, progress)
     if progress.abandoned_in_row >= _MAX_ABANDONED:
@@ -237,10 +241,40 @@ async def _step(desk: _Desk, progress: _Progress) -> dict[str, float | None]:
             f"{collected.unscored} of {collected.episodes}); the weights are those of before. "
             f"First fault: {collected.faults[0] if collected.faults else 'grading'}"
         )
-    return told
+    disagreements = float(desk.rooms.disagreements() - disagreed)
+    return told | {"rollout/abandoned": float(abandoned), "reward/grader_disagree": disagreements}
 
 
-async def _examine(desk: _Desk, step: int) -> dict[str, float | None]:
+async def _learn(desk: _Desk, progress: _Progress, work: Sequence[batch.Minibatch]) -> Metrics:
+    """All updates of one step in place, beside the event loop, which goes on serving rollouts, probes and tools."""
+    loop = asyncio.get_running_loop()
+
+    def report(done: int, total: int) -> None:
+        loop.call_soon_threadsafe(desk.screen.progress, "learn", done, total)
+
+    progress.state, learned = await asyncio.to_thread(
+        learning.learn,
+        desk.trainer,
+        progress.state,
+        work,
+        desk.learner.loss,
+        reference=desk.reference,
+        on_progress=report,
+    )
+    return learned
+
+
+def _log(desk: _Desk, step: int, collected: groups.Collection, chosen: batch.Selection | None) -> None:
+    """Every episode of the step on disk; RoC's choice beside it, unless the step was abandoned."""
+    weight = functools.partial(roc_rule.weights, p_floor=desk.roc.p_floor)
+    drawn = weight if desk.roc.positives == "inverse" else None
+    used = (None, None, None) if chosen is None else (chosen.kept, chosen.advantages, drawn)
+    records = trajectories.records(collected.groups, *used)
+    records += trajectories.records(collected.rejected, first_group=len(collected.groups))
+    trajectories.write_step(desk.workdir, step, records)
+
+
+async def _examine(desk: _Desk, step: int) -> Metrics:
     """Metrics of the held-out problems, by the weights that the step samples with; nothing where none are due."""
     if not desk.examiner.is_due(step):
         return {}
@@ -248,7 +282,7 @@ async def _examine(desk: _Desk, step: int) -> dict[str, float | None]:
         return await desk.examiner.ask(step, desk.screen)
 
 
-def _judge(desk: _Desk, step: int, told: dict[str, float | None]) -> dict[str, float | None]:
+def _judge(desk: _Desk, step: int, told: Metrics) -> Metrics:
     """Does training gain what the held-out problems lose? Said aloud, and as a metric."""
     if not desk.examiner.is_due(step):
         return {}
@@ -305,6 +339,11 @@ def _check(run: settings.Run, rollout: settings.Rollout, learner: settings.Learn
     if longest > model.max_positions:
         raise ValueError(
             f"an episode may take {longest} tokens, but Model.max_positions = {model.max_positions}: lower the budgets"
+        )
+    if rollout.max_staleness > 0 and learner.loss.correction == "off":
+        raise ValueError(
+            f"Rollout.max_staleness = {rollout.max_staleness} trains on ids of older weights, but Loss.correction is "
+            "'off': set it to 'token' or 'sequence' (--gin_file=ablation/async.gin does both)"
         )
     if run.steps == 0:
         raise ValueError("Run.steps = 0: training needs at least one step (--steps=...)")

@@ -248,6 +248,12 @@ class Group:
         return bool(scored.size) and bool(scored.min() != scored.max())
 
     @property
+    def oldest_version(self) -> int:
+        """The oldest weights behind any sampled id; a number beyond every version where nothing was sampled."""
+        turns = [turn for t in self.trajectories for turn in t.turns if turn.mask.any()]
+        return min((int(turn.weights_versions[turn.mask].min()) for turn in turns), default=2**31)
+
+    @property
     def unique_frac(self) -> float:
         """Distinct id sequences over episodes; below 1 on long answers means that seeds are not doing their work."""
         rows = [[i for turn in t.turns for i in turn.token_ids.tolist()] for t in self.trajectories]

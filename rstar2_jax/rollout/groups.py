@@ -39,6 +39,7 @@ class Collection:
         groups: to train on, in the order in which their prompts were drawn; at most prompts_per_step.
         surplus: live groups beyond the need, for the next step.
         rejected: groups with equal rewards, set aside.
+        sampled: every group sampled in this step, wherever it went.
         prompts_used: prompts drawn from the source: how far its cursor moves.
         refills: rounds of further prompts.
         faults: of all episodes of this step, in a fixed order.
@@ -48,6 +49,7 @@ class Collection:
     groups: tuple[Group, ...]
     surplus: tuple[Group, ...]
     rejected: tuple[Group, ...]
+    sampled: tuple[Group, ...]
     prompts_used: int
     refills: int
     faults: tuple[agent.Fault, ...]
@@ -110,6 +112,7 @@ async def collect(
     wanted = sampler.rollout.prompts_per_step
     live = list(carried)
     rejected: list[Group] = []
+    everything: list[Group] = []
     faults: list[agent.Fault] = []
     progress = _Progress(on_progress)
     seen: collections.Counter[str] = collections.Counter()
@@ -123,6 +126,7 @@ async def collect(
         used, rounds = used + count, rounds + 1
         for group, group_faults in sampled:
             faults.extend(group_faults)
+            everything.append(group)
             unscored += int((~group.valid).sum())
             keep = group.is_live or not sampler.roc.reject_equal
             (live if keep else rejected).append(group)
@@ -131,6 +135,7 @@ async def collect(
         groups=tuple(live[:wanted]),
         surplus=tuple(live[wanted:]),
         rejected=tuple(rejected),
+        sampled=tuple(everything),
         prompts_used=used,
         refills=max(0, rounds - 1),
         faults=tuple(faults),

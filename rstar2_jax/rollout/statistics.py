@@ -73,6 +73,17 @@ def describe(groups: Sequence[Group]) -> Metrics:
     }
 
 
+def staleness(groups: Sequence[Group], step: int) -> Metrics:
+    """How many steps older than the step's own weights the ids of its batch are: mean and largest over groups.
+
+    Args:
+        groups: those that are trained on.
+        step: also the version of the weights that the step trains.
+    """
+    ages = [max(0, step - group.oldest_version) for group in groups]
+    return {"rollout/staleness_mean": _mean(ages), "rollout/staleness_max": float(max(ages, default=0))}
+
+
 def _by_source(groups: Sequence[Group]) -> Metrics:
     """`reward/<source>_mean` of each source of problems: a set that is easy to game shows beside the others."""
     found: dict[str, list[bool]] = {}
