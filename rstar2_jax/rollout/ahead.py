@@ -62,7 +62,7 @@ class Ahead:
     ) -> None:
         self._collect, self._steps, self._bound = collect, steps, max_staleness
         self._cursor, self._left_over = cursor, tuple(left_over)
-        self._trained = step
+        self._trained = step - max_staleness - 1  # nothing starts before the first call of `trained`
         self._changed = asyncio.Event()
         self._ready: asyncio.Queue[Batch] = asyncio.Queue()
         self._producer = asyncio.create_task(self._produce(step))
