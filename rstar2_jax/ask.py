@@ -45,7 +45,7 @@ async def open_room(
         ValueError, checkpoint.CheckpointError: the weights are missing or are not those of `model`.
     """
     workdir = Path(run.workdir)
-    async with tier.open_tier(workdir.name, model, task, rollout, sandbox, report=screen.note) as rooms:
+    async with tier.open_tier(workdir, model, task, rollout, sandbox, report=screen.note) as rooms:
         weights = str(workdir / "weights")
         publish.prepare(weights, -1)
         publish.publish(begin.load_params(run.init_from, model, run.seed), model, weights, 0, keep=1)

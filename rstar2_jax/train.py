@@ -134,7 +134,7 @@ async def _train(
     title = f"{workdir.name}: {run.steps} steps of {rollout.prompts_per_step} prompts x {rollout.oversample} rollouts"
     async with contextlib.AsyncExitStack() as stack:
         screen = stack.enter_context(console.Console(run.steps, title, start_step=progress.step))
-        opened = tier.open_tier(workdir.name, model, task, rollout, sandbox, report=screen.note)
+        opened = tier.open_tier(workdir, model, task, rollout, sandbox, report=screen.note)
         rooms = await stack.enter_async_context(opened)
         source = prompts.make_source(task).within(rooms.prompt_tokens, rollout.max_prompt_tokens)
         screen.note(source.report)

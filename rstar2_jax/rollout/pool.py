@@ -21,33 +21,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import numpy as np
 
+from rstar2_jax import settings
 from rstar2_jax.rollout import balance, watch
 from rstar2_jax.rollout import seat as seats
 from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Load, PauseMode, Request, RolloutEngine
 
 _MOST_STRIKES = 3  # failed turns or unanswered probes in a row
 _FEWEST_PROBE_S = 1.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
-    """How rollouts are spread over engines.
-
-    Args:
-        quantile: of finished lengths that a rollout is expected to reach; None reserves its whole budget.
-        longest_first: rollouts that have come furthest leave the queue first.
-        keep_place: a rollout keeps its KV tokens while its tools run; otherwise it queues again after each turn.
-        rolling: update engine by engine instead of all at once.
-        probe_s: seconds between two looks at an engine; 0 never looks.
-        progress_s: an engine with work that gives no sign of it for so long is taken down.
-    """
-
-    quantile: float | None = 0.9
-    longest_first: bool = False
-    keep_place: bool = True
-    rolling: bool = False
-    probe_s: float = 5.0
-    progress_s: float = 120.0
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -66,14 +46,14 @@ class Pool:
 
     Args:
         engines: the replicas, at least one; closed with the pool.
-        policy: see Policy.
+        policy: see settings.Fleet; which engines there are was decided already.
         report: receives one line for each engine that is taken down or brought back.
     """
 
     def __init__(
         self,
         engines: Sequence[RolloutEngine],
-        policy: Policy = Policy(),
+        policy: settings.Fleet,
         *,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -83,7 +63,7 @@ class Pool:
         self.counts = Counts()
         self._balancer = balance.Balancer(
             [engine.caps.kv_tokens for engine in engines],
-            quantile=policy.quantile,
+            quantile=policy.expected_quantile or None,
             longest_first=policy.longest_first,
         )
         self._seats: dict[str, seats.Seat] = {}

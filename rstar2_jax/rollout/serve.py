@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -194,6 +195,8 @@ async def _main(arguments: argparse.Namespace) -> None:
     if unknown := sorted(said.keys() - fields):
         raise SystemExit(f"{arguments.model}: {unknown} are no fields of settings.Model ({sorted(fields)})")
     model = Model(**said)
+    if arguments.parent:
+        _end_with(arguments.parent)
     engine = JaxEngine(
         model,
         slots=arguments.slots,
@@ -213,6 +216,14 @@ async def _main(arguments: argparse.Namespace) -> None:
         await engine.close()
 
 
+def _end_with(parent: int) -> None:
+    """Be killed when the parent dies, however it dies. (Set here and not by the parent: a process with JAX in it must
+    not fork, and only a fork could set it there.)"""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        raise SystemExit(f"process {parent} is gone already")
+
+
 def main(argv: list[str] | None = None) -> None:
     """Serve one embedded engine until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(description="Serve one embedded rollout engine over HTTP.")
@@ -224,6 +235,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; there is no authentication")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--name", default="embedded", help="of this replica")
+    parser.add_argument("--parent", type=int, default=0, help="process id of whoever started it, to be killed with")
     asyncio.run(_main(parser.parse_args(argv)))
 
 

@@ -1,21 +1,19 @@
-"""The rollout tier of one process, opened as a whole: sandbox, tools, chat protocol, engine, checked before any work.
-
-Deliberately not here: engines on other machines.
-"""
+"""The rollout tier of a run, opened as a whole: sandbox, tools, chat protocol, engines, checked before any work."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
 from rstar2_jax import settings
 from rstar2_jax.data import chat as chats
 from rstar2_jax.data import files
 from rstar2_jax.reward import outcome
-from rstar2_jax.rollout import jax_engine, pool
-from rstar2_jax.rollout.engine import Request, Sampling
+from rstar2_jax.rollout import fleet, jax_engine, pool, sglang
+from rstar2_jax.rollout.engine import Request, RolloutEngine, Sampling
 from rstar2_jax.tools import cluster, protocol, python
 from rstar2_jax.types import Prompt
 
@@ -55,7 +53,7 @@ class Tier:
 
 @contextlib.asynccontextmanager
 async def open_tier(
-    name: str,
+    workdir: Path,
     model: settings.Model,
     task: settings.Task,
     rollout: settings.Rollout,
@@ -66,26 +64,58 @@ async def open_tier(
     """A working tier, closed again on every exit; the engine has no weights yet.
 
     Args:
-        name: of the run, under which its calls are known in the sandbox.
+        workdir: of the run, whose name its calls carry in the sandbox.
         report: receives one line for each part that is ready.
 
     Raises:
         ValueError: template not append-only, vocabulary or context too large for the model.
-        RuntimeError: the sandbox could not start, or the grader's self-test failed.
+        RuntimeError: the sandbox could not start, the grader's self-test failed, or an engine does not answer.
     """
     chat = files.load_chat(task, [python.schema(task.tool_name)])
     files.check_vocabulary(chat.tokenizer, model)
     async with contextlib.AsyncExitStack() as stack:
-        client = await stack.enter_async_context(cluster.connect(name, sandbox))
+        client = await stack.enter_async_context(cluster.connect(workdir.name, sandbox))
         tools = protocol.Registry([python.PythonTool(client, task.tool_name, sandbox)])
         digest = await outcome.self_test(client)
         report(f"sandbox ready, grader self-test passed (rules {digest})")
-        engine = jax_engine.JaxEngine(
-            model,
-            slots=rollout.engine_slots,
-            context_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
-            prefill_chunk_tokens=rollout.prefill_chunk_tokens,
-        )
-        engines = pool.Pool([engine], report=report)
+        found = await _open_engines(stack, workdir, model, rollout, report)
+        engines = pool.Pool(found, rollout.fleet, report=report)
         stack.push_async_callback(engines.close)
         yield Tier(engine=engines, chat=chat, tools=tools, grader=client, rules=digest)
+
+
+async def _open_engines(
+    stack: contextlib.AsyncExitStack,
+    workdir: Path,
+    model: settings.Model,
+    rollout: settings.Rollout,
+    report: Callable[[str], None],
+) -> Sequence[RolloutEngine]:
+    """The engines that the fleet names: servers elsewhere, processes of our own, or one inside this process."""
+    context_tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
+    sizes = {
+        "slots": rollout.engine_slots,
+        "context_tokens": context_tokens,
+        "prefill_chunk_tokens": rollout.prefill_chunk_tokens,
+    }
+    if rollout.fleet.engines:
+        return await _connect(rollout.fleet.engines, model, context_tokens)
+    if not rollout.fleet.replicas:
+        return [jax_engine.JaxEngine(model, **sizes, name="embedded")]
+    plan = fleet.Plan(folder=workdir / "engines", model=model, **sizes)
+    opened = fleet.open_replicas(plan, rollout.fleet.replicas, report)
+    engines, _ = await stack.enter_async_context(opened)
+    report(f"{len(engines)} engine processes ready")
+    return engines
+
+
+async def _connect(urls: Sequence[str], model: settings.Model, context_tokens: int) -> list[sglang.SglangEngine]:
+    """Every server, or none: a run that starts without one of its engines was set up wrongly."""
+    connecting = (sglang.connect(url, model, context_tokens=context_tokens) for url in urls)
+    found = await asyncio.gather(*connecting, return_exceptions=True)
+    engines = [engine for engine in found if isinstance(engine, sglang.SglangEngine)]
+    for error in found:
+        if isinstance(error, BaseException):
+            await asyncio.gather(*(engine.close() for engine in engines))
+            raise error
+    return engines

@@ -118,7 +118,7 @@ def test_a_step_of_groups_is_sampled_executed_and_graded_and_gives_the_same_agai
 
     async def use(client):
         sampler = groups.Sampler(
-            engine=pool.Pool([Script(chat.tokenizer, right, wrong)], pool.Policy(probe_s=0)),
+            engine=pool.Pool([Script(chat.tokenizer, right, wrong)], settings.Fleet(probe_s=0)),
             chat=chat,
             tools=protocol.Registry([python.PythonTool(client, TOOL, LIMITS)]),
             grader=client,

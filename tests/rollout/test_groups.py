@@ -99,7 +99,7 @@ def chat():
 
 def make_sampler(chat, *, rollout=ROLLOUT, roc=ROC, hurry=0, drop=(), broken=(), seed=5):
     return groups.Sampler(
-        engine=pool.Pool([SeededEngine(chat.tokenizer, hurry, drop)], pool.Policy(probe_s=0)),
+        engine=pool.Pool([SeededEngine(chat.tokenizer, hurry, drop)], settings.Fleet(probe_s=0)),
         chat=chat,
         tools=protocol.Registry([EchoTool()]),
         grader=BoxReader(broken),

@@ -8,11 +8,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from rstar2_jax import settings
 from rstar2_jax.rollout import engine, pool, watch
 from rstar2_jax.types import FinishReason
 
 CAPS = engine.Caps(name="e", vocab_size=100, max_context_tokens=64, kv_tokens=64, seeded=True)
-FAST = pool.Policy(quantile=None, probe_s=0.02, progress_s=0.2)
+FAST = settings.Fleet(expected_quantile=0, probe_s=0.02, progress_s=0.2)
 STILL = dataclasses.replace(FAST, probe_s=0)
 
 
@@ -313,7 +314,7 @@ def test_a_rollout_that_no_engine_can_hold_and_a_name_that_is_taken_are_refused(
 
     drive([Replica("a")], STILL, act)
     with pytest.raises(ValueError, match="at least one engine"):
-        pool.Pool([])
+        pool.Pool([], STILL)
 
 
 def test_rolling_updates_go_engine_by_engine_and_others_all_at_once():
