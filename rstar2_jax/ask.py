@@ -50,15 +50,7 @@ async def open_room(
         publish.prepare(weights, -1)
         publish.publish(begin.load_params(run.init_from, model, run.seed), model, weights, 0, keep=1)
         await rooms.engine.update_weights(weights, 0)
-        sampler = groups.Sampler(
-            engine=rooms.engine,
-            chat=rooms.chat,
-            tools=rooms.tools,
-            grader=rooms.grader,
-            rollout=rollout,
-            roc=settings.Roc(reject_equal=False),
-            seed=run.seed,
-        )
+        sampler = rooms.sampler(rollout, settings.Roc(reject_equal=False), run.seed)
         await rooms.warm_up("1", rollout)
         yield Room(tier=rooms, sampler=sampler)
 

@@ -139,15 +139,7 @@ async def _train(
         source = prompts.make_source(task).within(rooms.prompt_tokens, rollout.max_prompt_tokens)
         screen.note(source.report)
         begin.save_tokenizer(rooms.chat.tokenizer, rooms.chat.template_text, workdir)
-        sampler = groups.Sampler(
-            engine=rooms.engine,
-            chat=rooms.chat,
-            tools=rooms.tools,
-            grader=rooms.grader,
-            rollout=rollout,
-            roc=roc,
-            seed=run.seed,
-        )
+        sampler = rooms.sampler(rollout, roc, run.seed)
         held_to = trainer.place(begin.load_params(run.init_from, model, run.seed)) if learner.loss.kl_coef > 0 else None
         desk = _Desk(
             run=run,
@@ -294,7 +286,7 @@ def _judge(desk: _Desk, step: int, told: Metrics) -> Metrics:
 
 async def _publish(desk: _Desk, progress: _Progress) -> None:
     """Commit the weights as version = step and let the engine fetch them: one path for one machine and for many."""
-    in_use = [desk.sampler.engine.weights_version]
+    in_use = desk.rooms.engine.versions_in_use
     publish.publish(progress.state.params, desk.model, desk.weights, progress.step, in_use=in_use)
     await desk.sampler.engine.update_weights(desk.weights, progress.step)
 

@@ -158,10 +158,10 @@ def _refusal(message: str) -> web.Response:
 
 
 @web.middleware
-async def _faults(http: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
+async def _faults(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
     """Requests that cannot be served become 400, faults of the engine 503; each with its words."""
     try:
-        return await handler(http)
+        return await handler(request)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         return _refusal(f"{type(error).__name__}: {error}")
     except EngineError as error:

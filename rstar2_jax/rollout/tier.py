@@ -12,7 +12,7 @@ from rstar2_jax import settings
 from rstar2_jax.data import chat as chats
 from rstar2_jax.data import files
 from rstar2_jax.reward import outcome
-from rstar2_jax.rollout import fleet, jax_engine, pool, sglang
+from rstar2_jax.rollout import fleet, groups, jax_engine, pool, sglang
 from rstar2_jax.rollout.engine import Request, RolloutEngine, Sampling
 from rstar2_jax.tools import cluster, protocol, python
 from rstar2_jax.types import Prompt
@@ -41,6 +41,11 @@ class Tier:
         ids = self.chat.prompt_ids(question)
         requests = [Request(rid=f"warm-up/{n}", prompt_ids=ids, seed=n, sampling=limits) for n in range(2)]
         await asyncio.gather(*(self.engine.generate(request) for request in requests))
+
+    def sampler(self, rollout: settings.Rollout, roc: settings.Roc, seed: int) -> groups.Sampler:
+        """What makes groups of graded episodes with these parts."""
+        parts = {"engine": self.engine, "chat": self.chat, "tools": self.tools, "grader": self.grader}
+        return groups.Sampler(**parts, rollout=rollout, roc=roc, seed=seed)
 
     def disagreements(self) -> int:
         """Verdicts so far in which the grader's exact rules and its library decided differently."""
