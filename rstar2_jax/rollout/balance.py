@@ -5,16 +5,20 @@ An engine is given a rollout when its free KV tokens cover the prompt and what t
     need(rollout) = prompt + min(budget, max(used + margin, q-quantile of finished responses))
     free(engine)  = capacity - sum of what its rollouts have reserved: their need when they came, and more as they grow
 
-Waiting rollouts form one first-come-first-served queue: where the head fits nowhere, nobody passes it. Of the engines
-with room a rollout takes its home (where it ran before), else one that holds its prompt's siblings (they share the
-prefix), else the one with most free tokens; ties go to the one with fewer rollouts, then to the lower index. Affinity
-ends where an engine is full or down.
+Waiting rollouts form one first-come-first-served queue: where the head fits nowhere, nobody passes it. With
+`longest_first` the head is instead one whose prompt's finished samples were longest on average; a prompt that nothing
+is known of comes before all others until two of its samples run (a step ends with its longest rollout, and one that
+starts late ends late). Rollouts that were taken off an engine go first in either order.
+
+Of the engines with room a rollout takes its home (where it ran before), else one that holds a few of its prompt's
+siblings (they share the prefix), else the one with most free tokens; ties go to the one with fewer rollouts, then to
+the lower index. Affinity ends where an engine is full or down.
 
 Every change is an explicit call and every answer a plain value, so that the asyncio driver (pool.py) and the event
 simulation (benchmarks/scheduler_sim.py) run the same decisions.
 
 Source: rStar2-Agent paper, load-balanced rollout scheduler by KV capacity. Deviation: the expected length in place of
-the longest one, which the paper leaves open; `quantile` = 1 before anything has finished is the longest one.
+the longest one, which the paper leaves open (and is what holds until enough rollouts have finished).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
+_MOST_SIBLINGS = 8  # that prefer one engine: all of a long prompt's samples in one place would end late together
 _MARGIN_TOKENS = 64  # what a rollout that outgrew its expectation is expected to append still
 _MOST_LENGTHS = 4096  # finished rollouts that the estimate remembers
 
@@ -105,14 +110,84 @@ class _Engine:
         self.reserve(rollout, 0)
 
 
+class _FirstCome:
+    """Rollouts in the order of their arrival; those that come back before all others."""
+
+    def __init__(self) -> None:
+        self._order: collections.OrderedDict[str, Rollout] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def put(self, rollout: Rollout, *, first: bool) -> None:
+        self._order[rollout.name] = rollout
+        if first:
+            self._order.move_to_end(rollout.name, last=False)
+
+    def head(self) -> Rollout | None:
+        return next(iter(self._order.values()), None)
+
+    def remove(self, rollout: Rollout) -> None:
+        self._order.pop(rollout.name, None)
+
+    def learn(self, rollout: Rollout) -> None:
+        del rollout
+
+
+class _LongestFirst:
+    """Rollouts whose siblings were long before those whose siblings were short."""
+
+    _PROBES = 2  # samples of a prompt that start before anything is known of it
+
+    def __init__(self) -> None:
+        self._first = _FirstCome()
+        self._families: dict[str, _FirstCome] = {}
+        self._started: collections.Counter[str] = collections.Counter()
+        self._tokens: collections.Counter[str] = collections.Counter()
+        self._ended: collections.Counter[str] = collections.Counter()
+
+    def __len__(self) -> int:
+        return len(self._first) + sum(len(waiting) for waiting in self._families.values())
+
+    def put(self, rollout: Rollout, *, first: bool) -> None:
+        line = self._first if first else self._families.setdefault(rollout.family, _FirstCome())
+        line.put(rollout, first=first)
+
+    def head(self) -> Rollout | None:
+        if len(self._first):
+            return self._first.head()
+        family = max(self._families, key=self._rank, default=None)  # the earliest of equal ones
+        return self._families[family].head() if family is not None else None
+
+    def remove(self, rollout: Rollout) -> None:
+        self._first.remove(rollout)
+        waiting = self._families.get(rollout.family)
+        if waiting is not None:
+            before = len(waiting)
+            waiting.remove(rollout)
+            self._started[rollout.family] += before - len(waiting)
+            if not len(waiting):
+                del self._families[rollout.family]
+
+    def learn(self, rollout: Rollout) -> None:
+        self._tokens[rollout.family] += rollout.used_tokens
+        self._ended[rollout.family] += 1
+
+    def _rank(self, family: str) -> float:
+        if self._ended[family]:
+            return self._tokens[family] / self._ended[family]
+        everything = self._ended.total()
+        unknown = self._tokens.total() / everything if everything else 0.0
+        return unknown if self._started[family] >= self._PROBES else float("inf")
+
+
 class Balancer:
     """The queue and the engines' books.
 
     Args:
         capacities: KV tokens of each engine.
         quantile: of finished lengths that a rollout is expected to reach; None always reserves the whole budget.
-        longest_first: order the queue by tokens used so far, most first, instead of by arrival: rollouts that were put
-            off are the long ones, and a step ends with its longest.
+        longest_first: order the queue by expected length instead of by arrival.
     """
 
     def __init__(
@@ -122,13 +197,12 @@ class Balancer:
             raise ValueError(f"capacities = {list(capacities)}: needs at least one engine, each with KV tokens")
         self._engines = [_Engine(capacity_tokens=tokens) for tokens in capacities]
         self._lengths = Lengths(quantile) if quantile is not None else None
-        self._longest_first = longest_first
-        self._waiting: collections.deque[Rollout] = collections.deque()
+        self._queue = _LongestFirst() if longest_first else _FirstCome()
 
     @property
     def waiting(self) -> int:
         """Rollouts in the queue."""
-        return len(self._waiting)
+        return len(self._queue)
 
     def held(self, engine: int) -> list[str]:
         """Names of the rollouts on an engine."""
@@ -159,18 +233,16 @@ class Balancer:
                 "budgets or give the engines more KV memory"
             )
         rollout.engine = None
-        (self._waiting.appendleft if first else self._waiting.append)(rollout)
+        self._queue.put(rollout, first=first)
 
     def place(self) -> list[tuple[Rollout, int]]:
         """(rollout, engine) for every rollout that leaves the queue now, in its order."""
         placed = []
-        if self._longest_first:
-            self._waiting = collections.deque(sorted(self._waiting, key=lambda r: -r.used_tokens))
-        while self._waiting:
-            engine = self._choose(self._waiting[0])
+        while (rollout := self._queue.head()) is not None:
+            engine = self._choose(rollout)
             if engine is None:
                 break
-            rollout = self._waiting.popleft()
+            self._queue.remove(rollout)
             rollout.engine = rollout.home = engine
             self._engines[engine].take(rollout, self.need(rollout))
             placed.append((rollout, engine))
@@ -190,13 +262,14 @@ class Balancer:
             ended: it is done, and its length says something about the others'.
         """
         if rollout.engine is None:
-            if rollout in self._waiting:
-                self._waiting.remove(rollout)
+            self._queue.remove(rollout)
             return
         self._engines[rollout.engine].drop(rollout)
         rollout.engine = None
-        if ended and self._lengths:
-            self._lengths.add(rollout.used_tokens)
+        if ended:
+            self._queue.learn(rollout)
+            if self._lengths:
+                self._lengths.add(rollout.used_tokens)
 
     def take_down(self, engine: int) -> list[Rollout]:
         """Give an engine nothing more; its rollouts, taken off it, in the order of their arrival there."""
@@ -225,6 +298,7 @@ class Balancer:
 
         def rank(index: int) -> tuple[bool, int, int, int]:
             engine = self._engines[index]
-            return not engine.families[rollout.family], -open_to[index], len(engine.rollouts), index
+            joins = 0 < engine.families[rollout.family] < _MOST_SIBLINGS
+            return not joins, -open_to[index], len(engine.rollouts), index
 
         return min(open_to, key=rank, default=None)

@@ -127,14 +127,38 @@ def test_rollouts_of_an_engine_that_goes_down_come_back_in_their_order_and_go_fi
     assert where(balancer.place()) == {"a": 0, "b": 0}
 
 
-def test_longest_first_serves_the_rollout_that_has_come_furthest():
+def test_longest_first_tries_every_prompt_twice_and_then_serves_those_whose_samples_were_long():
     balancer = balance.Balancer([10], quantile=None, longest_first=True)
-    (first,) = submitted(balancer, "first")
-    balancer.place()
-    waiting = submitted(balancer, "new", "old")
-    waiting[1].used_tokens = 5
-    balancer.release(first, ended=True)
-    assert where(balancer.place()) == {"old": 0}
+    for family in ("short", "long", "unknown"):
+        submitted(balancer, *(f"{family}{n}" for n in range(4)), family=family)
+    order = []
+    for _ in range(12):
+        ((one, _),) = balancer.place()
+        order.append(one.name)
+        balancer.grow(one, {"short": 2, "long": 6, "unknown": 4}[one.family])
+        balancer.release(one, ended=True)
+    # The first sample of each tells all there is to know here.
+    assert order[:3] == ["short0", "long0", "unknown0"]
+    assert order[3:6] == ["long1", "long2", "long3"] and order[9:] == ["short1", "short2", "short3"]
+
+
+def test_longest_first_starts_two_samples_of_each_prompt_before_anything_is_known():
+    balancer = balance.Balancer([60], quantile=None, longest_first=True)
+    for family in "ab":
+        submitted(balancer, *(f"{family}{n}" for n in range(4)), family=family)
+    assert list(where(balancer.place())) == ["a0", "a1", "b0", "b1", "a2", "a3"]
+
+
+def test_rollouts_that_come_back_are_the_first_in_either_order():
+    for longest_first in (False, True):
+        balancer = balance.Balancer([10], quantile=None, longest_first=longest_first)
+        (first,) = submitted(balancer, "first", family="a")
+        balancer.place()
+        submitted(balancer, "next", family="b")
+        balancer.take_down(0)
+        balancer.submit(first, first=True)
+        balancer.bring_up(0)
+        assert where(balancer.place()) == {"first": 0}
 
 
 @pytest.mark.parametrize("capacities", [[], [0], [10, -1]])
