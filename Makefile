@@ -1,6 +1,8 @@
 # `make box` and `make test` need nothing but Debian with Python 3.12 or 3.11: they set themselves up.
 VENV ?= .venv
 PY = $(VENV)/bin/python
+JOBS ?= 2               # test files at once
+TESTS = $(PY) -m pytest -n $(strip $(JOBS)) --dist loadfile
 .PHONY: help setup box box-real test unit torch sglang-env test-sglang lint clean
 
 help:            ## this list
@@ -18,10 +20,10 @@ box-real:        ## the same job on real weights and real problems
 	VENV=$(VENV)-real launch/box_real.sh
 
 test: setup      ## everything that needs no torch
-	$(PY) -m pytest -m "not torch and not sglang"
+	$(TESTS) -m "not torch and not sglang"
 
 unit: setup      ## the quick part of it
-	$(PY) -m pytest -q -m "not torch and not sglang and not slow and not e2e"
+	$(TESTS) -q -m "not torch and not sglang and not slow and not e2e"
 
 torch: setup     ## live parity with transformers (Python 3.11: installs the CPU build of torch)
 	$(PY) -m pip install -qq -c constraints-3.11.txt torch transformers

@@ -63,6 +63,7 @@ setuptools.setup(
             "import-linter",
             "pyright[nodejs]",
             "pytest",
+            "pytest-xdist",
             "reasoning-gym",
             "ruff",
             "setuptools",

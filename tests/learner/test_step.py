@@ -13,6 +13,8 @@ from rstar2_jax.data import pack
 from rstar2_jax.learner import batch, objective, step, update
 from rstar2_jax.model import decoder
 
+pytestmark = pytest.mark.slow
+
 TINY = settings.Model(
     family="llama", vocab_size=64, d_model=16, d_mlp=32, layers=1, heads=2, kv_heads=1, head_dim=8, max_positions=32
 )

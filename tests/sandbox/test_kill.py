@@ -14,6 +14,8 @@ import pytest
 from rstar2_sandbox import client, local
 from rstar2_sandbox.protocol import Execution, Status, Verdict
 
+pytestmark = pytest.mark.slow
+
 # Image, keeper and program, and the second image that is being warmed.
 ONE_AT_WORK = 4
 
