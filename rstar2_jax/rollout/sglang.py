@@ -158,6 +158,9 @@ class SglangEngine:
         async with self._registered(request.rid, rid):
             reply = await self._post("/generate", body, self._deadlines.turn_s, f"request {request.rid}")
         generation = self._read(wire.generation, reply, request, rid, self.caps.vocab_size)
+        if np.any(generation.weights_versions < 0):
+            self._version = -1
+            raise EngineError(f"{self._name} sampled request {request.rid} from weights that are not from the store")
         if generation.finish_reason is FinishReason.STOP and generation.token_ids[-1] not in request.sampling.stop_ids:
             _LOG.warning("%s ended a turn at id %d of its own", self._name, generation.token_ids[-1])
         return generation
@@ -179,11 +182,13 @@ class SglangEngine:
         return self._read(wire.load, await self._get("/v1/loads"))
 
     async def alive(self) -> bool:
-        """Whether the server's front answers."""
+        """Whether the server's front answers; a server that was replaced, and so lost its weights, is found out."""
         try:
-            await self._get("/model_info")
+            info = await self._get("/model_info")
         except EngineError:
             return False
+        if not self._update_lock.locked():
+            self._version = wire.version_number(info.get("weight_version"))
         return True
 
     async def pause(self, mode: PauseMode) -> None:
@@ -310,7 +315,7 @@ class SglangEngine:
             if live != version:
                 raise EngineError(f"{self._name} reports weights {live} after {what}")
         except EngineError as error:
-            if isinstance(error, wire.RefusedError) and wire.UNTOUCHED in str(error):
+            if isinstance(error, wire.RefusedError) and wire.is_untouched(str(error)):
                 self._unknown = old
                 raise EngineError(f"{self._name} keeps weights {self._version}: {error}") from error
             self._unknown = str(error)
@@ -371,7 +376,7 @@ class SglangEngine:
             async with self._session.request(method, self._url + path, json=body, timeout=timeout) as response:
                 text = await response.text()
                 if response.status != 200:
-                    raise wire.RefusedError(f"{self._name} refused {what}: {response.status}, {_message(text)}")
+                    raise wire.RefusedError(f"{self._name} refused {what}: {response.status}, {wire.refusal(text)}")
                 kind = response.content_type
         except TimeoutError as error:
             raise EngineError(f"{self._name}: waited {limit_s:g} s for {what}") from error
@@ -386,11 +391,3 @@ class SglangEngine:
         if isinstance(value, dict) and value.get("success") is False:
             raise wire.RefusedError(f"{self._name} refused {what}: {value.get('message')}")
         return value
-
-
-def _message(text: str) -> str:
-    """What a refusal says, out of its JSON where it is some."""
-    with contextlib.suppress(ValueError, AttributeError):
-        said = json.loads(text)
-        return str(said.get("message") or said.get("error") or said.get("detail") or text)[:2000]
-    return text[:2000]

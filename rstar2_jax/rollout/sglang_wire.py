@@ -9,7 +9,9 @@ Deliberately not here: sockets and waiting.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -226,6 +228,19 @@ def reply_to_loads(load: Load) -> dict[str, Any]:
         "max_total_num_tokens": load.kv_tokens_used + load.kv_tokens_free,
     }
     return {"loads": [rank]}
+
+
+def is_untouched(refused: str) -> bool:
+    """Whether an update was refused by all of a server's data-parallel ranks while their old weights were whole."""
+    return all(UNTOUCHED in part for part in refused.split(" | "))
+
+
+def refusal(text: str) -> str:
+    """What a refusal says, out of its JSON where it is some."""
+    with contextlib.suppress(ValueError, AttributeError):
+        said = json.loads(text)
+        text = str(said.get("message") or said.get("error") or said.get("detail") or text)
+    return text[:2000]
 
 
 def release(version: str) -> tuple[int, ...]:

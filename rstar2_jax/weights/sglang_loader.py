@@ -91,7 +91,7 @@ def _check(original: Callable[..., Any], checker: Any, action: str, *args: Any, 
         return None
     if not action.startswith((PREFETCH, VERIFY)):
         return original(checker, action, *args, **kwargs)
-    # Before 0.5.2x the checker holds the runner instead of a way to the model.
+    # Older checkers hold the runner instead of a way to the model.
     model = checker._get_model() if hasattr(checker, "_get_model") else checker._model_runner.model
     if action.startswith(PREFETCH):
         return _prefetch(action.removeprefix(PREFETCH), model)
@@ -122,7 +122,12 @@ def _prefetch(folder: str, model: Any) -> None:
             raise LoadError(f"{NOT_YET}: {folder}")
         reading.result()
 
-    _together(begin)
+    try:
+        _together(begin)
+    except LoadError as error:
+        if NOT_YET not in str(error) and hasattr(model, _HELD):
+            delattr(model, _HELD)
+        raise
 
 
 def _prefetched(folder: str, model: Any) -> _Version | None:

@@ -46,9 +46,9 @@ CONTEXT = 256
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 SGLANG_PYTHON = pathlib.Path(os.environ.get("VENV_SGLANG", REPOSITORY / ".venv-sglang")) / "bin" / "python"
 START_S = 900.0  # limit on the start of a process; a real server takes about 60 s alone on its cores
-DEADLINES = sglang.Deadlines(probe_s=20, control_s=40, update_s=60, turn_s=100)
+DEADLINES = sglang.Deadlines(probe_s=60, control_s=120, update_s=200, turn_s=300)
 VERSIONS = (0, 1)
-WAIT_S = 120.0  # limit of one test's engine work
+WAIT_S = 400.0  # limit of one test's engine work
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

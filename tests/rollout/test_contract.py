@@ -18,7 +18,7 @@ PLACES = [
     pytest.param("sglang", marks=pytest.mark.sglang),
     pytest.param("sglang on two ranks", marks=pytest.mark.sglang),
 ]
-STEP_S = 0.01
+STEP_S = 0.02
 
 
 @pytest.fixture(scope="module", params=PLACES)
@@ -41,7 +41,7 @@ def close_to_learner(bench, prompt, generation, version=0):
     np.testing.assert_allclose(generation.logprobs, wanted, atol=bench.logprob_atol)
 
 
-async def until(holds, what, limit_s=60.0):
+async def until(holds, what, limit_s=120.0):
     """Returns the first true value of the awaited `holds()`."""
     try:
         async with asyncio.timeout(limit_s):

@@ -161,6 +161,10 @@ BROKEN_UPDATES = {
     "hangs": ("hang", "waited 0.4 s for the update to version 1"),
     "touched": (lambda r: {"success": False, "message": "weights updated, cache not flushed"}, "cache not flushed"),
     "500": (500, "refused the update to version 1: 500"),
+    "some ranks": (
+        lambda r: {"success": False, "message": f"Succeeded. | {wire.UNTOUCHED}: torn."},
+        "refused the update to version 1: 400",
+    ),
 }
 
 
@@ -267,6 +271,22 @@ def test_a_server_without_spans_is_not_paused_for_an_update_so_that_no_turn_has_
     spans, paths, generation = with_server(use, ready=store, release="0.5.19", spans=False)
     assert not spans and paths == [PREFETCH, UPDATE]
     assert generation.weights_versions.tolist() == [1] * 4
+
+
+def test_a_server_that_was_replaced_samples_nothing_before_it_has_weights_again(store):
+    async def use(server, engine):
+        server.version = "default"
+        with pytest.raises(EngineError, match="from weights that are not from the store"):
+            await engine.generate(turn())
+        assert engine.weights_version == -1
+        await engine.update_weights(store, 1)
+        assert (await engine.generate(turn())).weights_versions.tolist() == [1] * 4
+        server.version = "default"
+        assert await engine.alive() and engine.weights_version == -1
+        with pytest.raises(EngineError, match="no weights yet"):
+            await engine.generate(turn())
+
+    with_server(use, ready=store)
 
 
 def test_a_pause_of_the_caller_outlives_an_update(store):
