@@ -39,8 +39,8 @@ TINY = (
 )
 
 
-def command(file, workdir, *bindings, steps=STEPS):
-    files = [f"--gin_file={name}" for name in (file, "model/box.gin", "scale/box.gin")]
+def command(file, workdir, *bindings, steps=STEPS, overlays=()):
+    files = [f"--gin_file={name}" for name in (file, "model/box.gin", "scale/box.gin", *overlays)]
     wanted = list(TINY) if file != "sft.gin" else [b for b in TINY if not b.startswith(("Rollout", "Roc", "HELD_OUT"))]
     if file != "sft.gin":
         wanted = [b for b in wanted if not b.startswith("Demonstrations")]
@@ -107,11 +107,12 @@ def final_params(workdir):
 
 
 def what_was_trained_on(workdir):
-    """Prompts, seeds, ids, log-probabilities, verdicts and selection of every step."""
+    """Prompts, seeds, ids, log-probabilities, verdicts and selection of every step, whichever engine it was."""
     rows = []
     for step in trajectories.list_steps(workdir):
         for record in trajectories.read_step(workdir, step):
             value = trajectories.record_to_json(record)
+            value["trajectory"].pop("engine")
             for turn in value["trajectory"]["turns"]:
                 for result in turn["results"]:
                     result.pop("queue_s"), result.pop("run_s")
@@ -158,6 +159,48 @@ def test_kill_nine_of_the_trainer_in_a_step_and_the_same_command_gives_the_same_
     assert_same_run(started / "whole", started / "killed")
     code, text = run(line)
     assert code == 0 and "done already" in text
+
+
+def test_a_run_that_generates_ahead_of_training_keeps_its_bound_over_a_kill(started):
+    workdir, steps = started / "ahead", 6
+    line = command(
+        "stage1.gin", workdir, f'Run.init_from="{started / "sft"}"', steps=steps, overlays=["ablation/async.gin"]
+    )
+    process = subprocess.Popen(line, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    try:
+        log = workdir / metrics.METRICS_FILE
+        wait_for(lambda: log.exists() and log.read_text().count("\n") >= 3, process=process)
+    finally:
+        process.kill()
+        process.wait()
+    code, text = run(line)
+    assert code == 0, text
+    numbers = metrics.read_metrics(workdir)
+    assert numbers["step"].tolist() == list(range(steps))
+    assert numbers["rollout/staleness_max"].max() == 1  # it did run ahead, and never further than allowed
+    ages = {step - int(turn.weights_versions[turn.mask].min()) for step, turn in kept_turns(workdir)}
+    assert ages == {0, 1}
+    assert np.nansum(numbers["rollout/unscored"]) == 0
+
+
+def kept_turns(workdir):
+    """(step, turn) of every trained rollout."""
+    for step in trajectories.list_steps(workdir):
+        for record in trajectories.read_step(workdir, step):
+            if record.kept:
+                yield from ((step, turn) for turn in record.trajectory.turns if turn.mask.any())
+
+
+def test_a_run_on_engine_processes_is_the_run_on_the_engine_inside(started):
+    line = command(
+        "stage1.gin",
+        started / "processes",
+        f'Run.init_from="{started / "sft"}"',
+        overlays=["ablation/engine_processes.gin"],
+    )
+    code, text = run(line)
+    assert code == 0 and "2 engine processes ready" in text, text
+    assert_same_run(started / "whole", started / "processes")
 
 
 def test_a_polite_stop_ends_with_a_checkpoint_and_the_same_command_goes_on(started):
