@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from rstar2_jax import gin_source, gin_strict, run_record
+from rstar2_jax import gin_source, gin_strict, roles, run_record
 
 BAD_CONFIGURATION = 2
 SHADOWED = {"workdir": "settings.Run.workdir", "seed": "settings.Run.seed", "steps": "settings.Run.steps"}
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(resolved.text)
         print(f"would run {resolved.run.module}.{resolved.run.name}")
         print("\n".join(run_record.size_lines(arguments)))
+        print("\n".join(roles.lines(arguments, argv[1:])))
         return 0
     if "run" not in arguments:
         return _stop(function(**arguments))

@@ -9,6 +9,9 @@ import dataclasses
 import math
 from typing import Literal
 
+from rstar2_jax import hosts
+
+Fleet = hosts.Fleet  # bound in gin like the settings below
 Family = Literal["llama", "qwen2", "qwen3"]
 
 
@@ -144,44 +147,6 @@ class Exam:
     def __post_init__(self) -> None:
         _check(self.every_steps >= 0, self, "every_steps", "must be 0 (never) or more")
         _positive(self, "problems", "samples")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Fleet:
-    """The engines of a run and how rollouts are spread over them (rollout/pool.py).
-
-    Args:
-        engines: addresses of servers that run already (`http://host:port`, SGLang or rollout/serve.py).
-        replicas: without addresses: engine processes of our own to start and keep alive on this machine; 0 is one
-            engine inside the trainer.
-        expected_quantile: of finished lengths that a rollout is expected to reach; 0 reserves its whole budget.
-        longest_first: rollouts that have come furthest leave the queue first, instead of those that came first.
-        keep_place: a rollout keeps its KV tokens while its tools run; otherwise it queues again after each turn.
-        rolling: update engine by engine instead of all at once.
-        probe_s: time between two looks at an engine; 0 never looks.
-        progress_s: an engine with work that gives no sign of it for so long is taken down.
-    """
-
-    engines: tuple[str, ...] = ()
-    replicas: int = 0
-    expected_quantile: float = 0.9
-    longest_first: bool = False
-    keep_place: bool = True
-    rolling: bool = False
-    probe_s: float = 5.0
-    progress_s: float = 120.0
-
-    def __post_init__(self) -> None:
-        _check(self.replicas >= 0, self, "replicas", "must be 0 (an engine inside the trainer) or more processes")
-        _check(not (self.engines and self.replicas), self, "replicas", "must be 0 where addresses of engines are given")
-        _check(len(set(self.engines)) == len(self.engines), self, "engines", "names an address twice")
-        for address in self.engines:
-            _check(
-                address.startswith(("http://", "https://")), self, "engines", f"{address!r} must begin with http://"
-            )
-        _check(0 <= self.expected_quantile <= 1, self, "expected_quantile", "must be in [0, 1]; 0 reserves all")
-        _check(self.probe_s >= 0, self, "probe_s", "must be 0 (never) or more")
-        _positive(self, "progress_s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

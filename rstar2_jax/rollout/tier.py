@@ -104,7 +104,7 @@ async def _open_engines(
         "prefill_chunk_tokens": rollout.prefill_chunk_tokens,
     }
     if rollout.fleet.engines:
-        return await _connect(rollout.fleet.engines, model, context_tokens)
+        return await _connect(rollout.fleet.addresses, model, context_tokens)
     if not rollout.fleet.replicas:
         return [jax_engine.JaxEngine(model, **sizes, name="embedded")]
     plan = fleet.Plan(folder=workdir / "engines", model=model, **sizes)

@@ -1,0 +1,69 @@
+"""The engines of a run: settings of their own, kept apart from settings.py, which binds them as `settings.Fleet`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """The engines of a run and how rollouts are spread over them (rollout/pool.py).
+
+    Args:
+        engines: addresses of servers that run already (`http://host:port`, SGLang or rollout/serve.py); a range in
+            brackets stands for all of it, so that `http://node[01-08]:[30000-30007]` is 64 addresses.
+        tensor_parallel: devices of each such server; for the command lines that a dry run prints.
+        replicas: without addresses: engine processes of our own to start and keep alive on this machine; 0 is one
+            engine inside the trainer.
+        expected_quantile: of finished lengths that a rollout is expected to reach; 0 reserves its whole budget.
+        longest_first: rollouts that have come furthest leave the queue first, instead of those that came first.
+        keep_place: a rollout keeps its KV tokens while its tools run; otherwise it queues again after each turn.
+        rolling: update engine by engine instead of all at once.
+        probe_s: time between two looks at an engine; 0 never looks.
+        progress_s: an engine with work that gives no sign of it for so long is taken down.
+    """
+
+    engines: tuple[str, ...] = ()
+    tensor_parallel: int = 1
+    replicas: int = 0
+    expected_quantile: float = 0.9
+    longest_first: bool = False
+    keep_place: bool = True
+    rolling: bool = False
+    probe_s: float = 5.0
+    progress_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        addresses = self.addresses
+        odd = [address for address in addresses if not address.startswith(("http://", "https://"))]
+        rules = [
+            ("replicas", self.replicas >= 0, "must be 0 (an engine inside the trainer) or more processes"),
+            ("replicas", not (self.engines and self.replicas), "must be 0 where addresses of engines are given"),
+            ("engines", len(set(addresses)) == len(addresses), "names an address twice"),
+            ("engines", not odd, f"{odd[:1]} must begin with http://"),
+            ("tensor_parallel", self.tensor_parallel > 0, "must be above 0"),
+            ("expected_quantile", 0 <= self.expected_quantile <= 1, "must be in [0, 1]; 0 reserves the whole budget"),
+            ("probe_s", self.probe_s >= 0, "must be 0 (never) or more"),
+            ("progress_s", self.progress_s > 0, "must be above 0"),
+        ]
+        for field, ok, rule in rules:
+            if not ok:
+                raise ValueError(f"Fleet.{field} = {getattr(self, field)!r}: {rule}")
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Every address that `engines` stands for."""
+        return tuple(address for pattern in self.engines for address in _expanded(pattern))
+
+
+def _expanded(pattern: str) -> list[str]:
+    """`a[08-10]` as a08, a09, a10, the ranges from left to right."""
+    found = re.search(r"\[(\d+)-(\d+)\]", pattern)
+    if found is None:
+        return [pattern]
+    first, last, width = int(found[1]), int(found[2]), len(found[1])
+    if last < first:
+        raise ValueError(f"Fleet.engines: {pattern!r}: the range {found[0]} is empty")
+    head, tail = pattern[: found.start()], pattern[found.end() :]
+    return [f"{head}{number:0{width}}{rest}" for number in range(first, last + 1) for rest in _expanded(tail)]

@@ -1,0 +1,71 @@
+"""The processes of a run: one on a box, and every role of the cluster with a command line that its own parser takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from rstar2_jax import launch, roles, settings
+
+CLUSTER = ["--gin_file=stage1.gin", "--gin_file=scale/mi300x_64.gin"]
+REDIS = "--gin_bindings=Sandbox.redis_url='redis://head:6380'"
+
+
+def test_the_cluster_has_every_role_with_its_count_and_place(monkeypatch, capsys):
+    monkeypatch.setattr(launch.run_record, "size_lines", lambda arguments: [])
+    assert launch.main(["launch", *CLUSTER, REDIS, "--dry_run"]) == 0
+    text = capsys.readouterr().out
+    assert "sandbox master x 1, on head\n    python -m rstar2_sandbox master --port 6380" in text
+    assert "RSTAR2_SANDBOX_REDIS_URL=redis://head:6380 python -m rstar2_sandbox worker --slots CORES" in text
+    assert "rollout x 64, on 8 hosts, 1 GPUs each" in text
+    assert "--model-path models/Qwen3-14B-Base --load-format dummy --tp-size 1 --context-length 10241" in text
+    assert "--port 30000..30007" in text
+    assert "trainer x 8, one on each node of its mesh" in text
+    assert "JAX_COORDINATOR_ADDRESS=NODE_0:8476 JAX_NUM_PROCESSES=8 JAX_PROCESS_ID=0..7" in text
+    assert "python -m rstar2_jax.launch --gin_file=stage1.gin --gin_file=scale/mi300x_64.gin" in text
+    assert "--dry_run" not in text.split("roles:")[1]
+
+
+def test_a_box_is_one_process_that_starts_what_it_needs(monkeypatch, capsys):
+    monkeypatch.setattr(launch.run_record, "size_lines", lambda arguments: [])
+    files = ["--gin_file=stage1.gin", "--gin_file=model/box.gin", "--gin_file=scale/box.gin"]
+    assert launch.main(["launch", *files, "--dry_run"]) == 0
+    text = capsys.readouterr().out.split("roles:")[1]
+    assert "started by the trainer" in text and "one embedded engine" in text and "trainer x 1" in text
+    assert "COORDINATOR" not in text and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in text
+
+
+def test_a_run_without_engine_or_tools_is_its_own_command_alone():
+    *head, trainer = roles.lines({"run": None}, ["--gin_file=sft.gin", "--dry_run"])
+    assert head == ["", "roles:"]
+    assert trainer == "  trainer x 1, one on each node of its mesh\n    python -m rstar2_jax.launch --gin_file=sft.gin"
+
+
+def test_a_range_in_brackets_stands_for_all_of_it():
+    fleet = settings.Fleet(engines=("http://n[08-10]:[1-2]", "http://other:5"))
+    assert fleet.addresses == (
+        "http://n08:1",
+        "http://n08:2",
+        "http://n09:1",
+        "http://n09:2",
+        "http://n10:1",
+        "http://n10:2",
+        "http://other:5",
+    )
+
+
+@pytest.mark.parametrize(
+    ("engines", "words"),
+    [
+        (("http://a[3-1]:1",), r"the range \[3-1\] is empty"),
+        (("http://a[1-2]:1", "http://a2:1"), "names an address twice"),
+        (("a:1",), r"\['a:1'\] must begin with http://"),
+    ],
+)
+def test_addresses_that_cannot_be_meant_are_refused(engines, words):
+    with pytest.raises(ValueError, match=words):
+        settings.Fleet(engines=engines)
+
+
+def test_addresses_and_processes_of_our_own_exclude_each_other():
+    with pytest.raises(ValueError, match="must be 0 where addresses of engines are given"):
+        settings.Fleet(engines=("http://a:1",), replicas=2)
