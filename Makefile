@@ -3,7 +3,7 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 JOBS ?= 2               # test files at once
 TESTS = $(PY) -m pytest -n $(strip $(JOBS)) --dist loadfile
-.PHONY: help setup box box-real test unit torch sglang-env test-sglang lint clean
+.PHONY: help setup box box-real test unit torch sglang-env test-sglang lint fuzz clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -37,6 +37,9 @@ test-sglang: setup sglang-env ## the contract, the weight loader and a training 
 
 lint: setup      ## ruff, import rule, pyright
 	$(PY) -m pytest -q tests/house
+
+fuzz: setup      ## a million random and mutated inputs through everything that reads what others wrote
+	PYTHONPATH=.:sandbox $(PY) tests/sandbox/fuzz.py 1000000
 
 clean:           ## what the targets above made, runs/ excepted
 	rm -rf $(VENV) .venv-sglang build dist *.egg-info sandbox/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

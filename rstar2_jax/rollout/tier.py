@@ -79,7 +79,7 @@ async def open_tier(
     chat = files.load_chat(task, [python.schema(task.tool_name)])
     files.check_vocabulary(chat.tokenizer, model)
     async with contextlib.AsyncExitStack() as stack:
-        client = await stack.enter_async_context(cluster.connect(workdir.name, sandbox))
+        client = await stack.enter_async_context(cluster.connect(cluster.name_of(workdir), sandbox))
         tools = protocol.Registry([python.PythonTool(client, task.tool_name, sandbox)])
         digest = await outcome.self_test(client)
         report(f"sandbox ready, grader self-test passed (rules {digest})")

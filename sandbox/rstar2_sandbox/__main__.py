@@ -77,6 +77,7 @@ def _observer_options(roles: Any) -> None:
     numbers.set_defaults(role=_metrics)
     live = roles.add_parser("top", help="show the cluster, live")
     live.add_argument("--once", action="store_true", help="print it once and end")
+    live.add_argument("--node", default="", help="say only whether the node of that name is alive: a probe")
     live.set_defaults(role=_top)
     load = roles.add_parser("bench", help="load the cluster and print what it does")
     load.add_argument("--seconds", type=float, default=60.0, help="of each part")
@@ -134,7 +135,9 @@ def _master(arguments: argparse.Namespace) -> int:
         )
         process = master.start_redis(config)
         try:
-            asyncio.run(master.serve(f"redis://:{urllib.parse.quote(password)}@{arguments.bind}:{arguments.port}"))
+            user = "master" if arguments.acl else ""
+            secret = urllib.parse.quote(password, safe="")
+            asyncio.run(master.serve(f"redis://{user}:{secret}@{arguments.bind}:{arguments.port}"))
         finally:
             process.terminate()
             process.wait()
@@ -177,6 +180,8 @@ def _metrics(arguments: argparse.Namespace) -> int:
 def _top(arguments: argparse.Namespace) -> int:
     from rstar2_sandbox import top
 
+    if arguments.node:
+        return asyncio.run(top.probe(_url(), arguments.node))
     asyncio.run(top.show(_url(), once=arguments.once))
     return 0
 

@@ -62,7 +62,7 @@ class Answers:
     """
 
     def __init__(self, server: Any, busy: Callable[[], bool]) -> None:
-        self._redis = server
+        self._finish = server.register_script(_FINISH)
         self._busy = busy
         self._waiters: dict[str, list[tuple[Entry, str]]] = {}
         self._results: list[list[str | int]] = []
@@ -117,7 +117,7 @@ class Answers:
         while results or acks:
             try:
                 flat = [part for result in results for part in result]
-                await self._redis.eval(_FINISH, 0, keys.GROUP, len(results), *flat, *acks)
+                await self._finish(args=[keys.GROUP, len(results), *flat, *acks])
                 self._held.difference_update(zip(acks[::2], acks[1::2], strict=True))
                 return
             except LOST as error:

@@ -147,8 +147,8 @@ class Client:
         deadline = asyncio.get_running_loop().time() + total_s
         # A cell is not tried again: what it did to its session cannot be undone.
         retries = self._retries if lane != keys.SESSION else 0
-        for attempt in range(retries + 1):
-            name = key if attempt == 0 else f"{key}#{attempt}"
+        name = key
+        for attempt in range(1, retries + 2):
             future = asyncio.get_running_loop().create_future()
             pending = Pending(lane, name, body, time.time() + queue_s, future, self.epoch, node)
             result = await self._attempt(pending, deadline)
@@ -156,6 +156,8 @@ class Client:
             left = deadline - asyncio.get_running_loop().time()
             if not self._may_retry(pending, result) or left <= 0 or self._closed:
                 break
+            # Under a name of this epoch's own: one of an earlier epoch may be tried again too, and be refused again.
+            name = f"{key}#{self.epoch or 0}.{attempt}"
             queue_s = min(queue_s, left)
         return result
 

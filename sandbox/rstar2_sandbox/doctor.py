@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 
-from rstar2_sandbox import client, executor, local, master, verify
+from rstar2_sandbox import client, executor, jail, local, master, verify
 from rstar2_sandbox.images import GRADE, MATH, SlotError
 from rstar2_sandbox.protocol import Execution
 
@@ -35,6 +35,8 @@ async def report(slots: int, settings: executor.Settings, queue_calls: int = 0) 
     try:
         await pool.start()
         print(f"isolation      {pool.tier}")
+        print(f"part in C      {'in use' if pool.compiled else 'not there (python -m rstar2_sandbox build)'}")
+        print(f"GNU Octave     {jail.OCTAVE[0] if os.access(jail.OCTAVE[0], os.X_OK) else 'none'}")
         await _measure(pool)
     except SlotError as error:
         print(f"isolation      none: {error}")
@@ -43,7 +45,7 @@ async def report(slots: int, settings: executor.Settings, queue_calls: int = 0) 
         pool.close()
     for tier, reason in pool.refused.items():
         print(f"refused        {tier}: {reason}")
-    print(f"grading rules  {verify.RULES}")
+    print(f"grading rules  {verify.RULES}+{pool.library or 'none'}")
     if healthy and queue_calls:
         with local.start_local(slots=slots) as running:
             for name, code in PROGRAMS.items():

@@ -177,13 +177,24 @@ static void watch(const struct fence *fence, pid_t pid, uint64_t serial) {
     close(leader);
 }
 
+static struct fence the_fence;
+static struct reply the_reply;
+static volatile int *confined;  /* set by a child that stands confined, and out of its reach before it runs anything */
+
+/* Say what rstar2_serve works with, once; returns where it leaves answers that the caller sends, NULL without memory. */
+struct reply *rstar2_prepare(const struct fence *fence) {
+    the_fence = *fence;
+    void *page = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    confined = page == MAP_FAILED ? NULL : page;
+    return confined ? &the_reply : NULL;
+}
+
 /* Serve calls. Returns the kind of the call in each child, confined; WIPE in the keeper when the folders are not as
    at first (the caller wipes them and sends the answer); GONE when the parent has gone, or when a child could not be made
    or confined: then nothing ran, and the keeper ends, which the parent takes for a fault of ours. */
-int rstar2_serve(const struct fence *fence, struct reply *reply) {
-    /* Set by a child that stands confined, and out of its reach before it runs anything. */
-    volatile int *confined = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (confined == MAP_FAILED) return GONE;
+int rstar2_serve(void) {
+    const struct fence *fence = &the_fence;
+    struct reply *reply = &the_reply;
     for (;;) {
         struct request request;
         int fds[4], count;

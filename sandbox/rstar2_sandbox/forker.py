@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 
 RESERVE_BYTES = 512 * 2**20
 WIPE, GONE = 1, 2
@@ -41,9 +42,14 @@ class Forker:
         """Make huge pages of the ranges (see writable_ranges), as far as the kernel can; how many there are then."""
         return sum(self._library.rstar2_collapse(start, end) for start, end in ranges)
 
-    def serve(self, fence: bytes, reply: ctypes.Array[ctypes.c_char]) -> int:
-        """Serve calls: see rstar2_serve in forker.c. In a child, the call's kind as a character's number."""
-        return self._library.rstar2_serve(fence, reply)
+    def prepare(self, fence: bytes, reply_bytes: int) -> tuple[Callable[[], int], ctypes.Array[ctypes.c_char]]:
+        """The loop, ready to be called (see rstar2_serve in forker.c: in a child it returns the call's kind as a
+        character's number), and where it leaves an answer that its caller is to send. Raises MemoryError."""
+        self._library.rstar2_prepare.restype = ctypes.c_void_p
+        place = self._library.rstar2_prepare(fence)
+        if not place:
+            raise MemoryError("no page for the keeper")
+        return self._library.rstar2_serve, (ctypes.c_char * reply_bytes).from_address(place)
 
 
 def load() -> Forker | None:

@@ -95,7 +95,10 @@ def main(control_fd: int, kind: str, compiled: bool) -> None:
         return
     rehearse()
     settle(library)
-    control.send(json.dumps({"compiled": library is not None}).encode())
+    try:
+        control.send(json.dumps({"compiled": library is not None}).encode())
+    except OSError:
+        return  # the executor was closed meanwhile
     while True:
         message, fds, _, _ = socket.recv_fds(control, 65536, 1)
         if not message:

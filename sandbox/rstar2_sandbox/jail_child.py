@@ -44,8 +44,12 @@ def open_streams() -> None:
 
 def run(source: bytes) -> int:
     """Run a program to its end, its threads and exit handlers included; return the exit code for _exit."""
-    seed(source)
-    code = guard(lambda: execute(source, _MAIN.__dict__, NAME))
+    try:
+        seed(source)
+        execute(source, _MAIN.__dict__, NAME)
+        code = 0
+    except BaseException as error:
+        code = _failed(error)
     return finish() or code
 
 
@@ -86,8 +90,11 @@ def finish() -> int:
     if atexit._ncallbacks():
         code = guard(atexit._run_exitfuncs) or code
     for stream in _STREAMS:
-        if not stream.closed:
-            code = guard(stream.flush, silent=True) or code
+        try:
+            if not stream.closed:
+                stream.flush()
+        except BaseException:  # the program's own doing: it closed the descriptor, say
+            code = 1
     return code
 
 
@@ -100,7 +107,7 @@ def execute(source: bytes, namespace: dict[str, object], name: str) -> None:
     text = source.decode("utf-8", "surrogatepass")
     lines = text.splitlines(keepends=True)
     linecache.cache[name] = (len(text), None, lines, name)
-    if _ends_with_print(lines):
+    if _ends_with_print(text):
         exec(compile(text, name, "exec", dont_inherit=True), namespace)  # noqa: S102
         return
     tree = ast.parse(text, name)
@@ -115,26 +122,28 @@ def execute(source: bytes, namespace: dict[str, object], name: str) -> None:
         exec(shown, namespace)  # noqa: S102
 
 
-def _ends_with_print(lines: list[str]) -> bool:
+def _ends_with_print(text: str) -> bool:
     """True when the last line is a print at the margin: then there is no value to show, and no tree to build."""
-    ends = [line for line in lines[-2:] if line.strip()]
-    return bool(ends) and ends[-1].startswith("print(") and not ends[0].rstrip().endswith("\\")
+    text = text.rstrip()
+    start = text.rfind("\n") + 1
+    return text.startswith("print(", start) and not text[:start].rstrip().endswith("\\")
 
 
 def guard(action: Callable[[], object], silent: bool = False) -> int:
     """Run an action; show what it raises; return the exit code that this means."""
     try:
         action()
-    except SystemExit as stop:
-        return _exit_code(stop)
-    except MemoryError as error:
-        _show(type(error), error, error.__traceback__)
-        return EXIT_MEMORY
     except BaseException as error:
-        if not silent:
-            _show(type(error), error, error.__traceback__)
-        return 1
+        return 1 if silent and not isinstance(error, SystemExit | MemoryError) else _failed(error)
     return 0
+
+
+def _failed(error: BaseException) -> int:
+    """Show what a program raised; the exit code that it means."""
+    if isinstance(error, SystemExit):
+        return _exit_code(error)
+    _show(type(error), error, error.__traceback__)
+    return EXIT_MEMORY if isinstance(error, MemoryError) else 1
 
 
 def _exit_code(stop: SystemExit) -> int:

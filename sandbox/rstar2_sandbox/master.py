@@ -69,7 +69,8 @@ def redis_config(
         port: 0: only a socket file in the folder.
         max_bytes: memory at which it refuses calls (clients then wait and try again); 0: no bound.
         keep: write what it holds to disk, so that it survives a restart.
-        users: file of Redis users (see deploy/redis-users.acl); empty: the password opens everything.
+        users: file of Redis users (see deploy/redis-users.acl), of which a copy goes into the folder; empty: the
+            password opens everything.
     """
     lines = [
         f"dir {folder}",
@@ -82,9 +83,19 @@ def redis_config(
         f"logfile {folder}/redis.log",
         f"port {port}",
     ]
-    lines += [f"aclfile {users}"] if users else []
+    lines += [f"aclfile {_without_comments(users, folder)}"] if users else []
     lines += [f"bind {bind}"] if port else [f"unixsocket {folder}/redis.sock", "unixsocketperm 700"]
     return "\n".join(lines) + "\n"
+
+
+def _without_comments(users: str, folder: str) -> str:
+    """A copy of a file of users as Redis reads it: it takes no comments."""
+    path = os.path.join(folder, "users.acl")
+    with open(users) as file:
+        lines = [line for line in file if line.startswith("user ")]
+    with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.writelines(lines)
+    return path
 
 
 def start_redis(config: str, **options: object) -> subprocess.Popen[bytes]:

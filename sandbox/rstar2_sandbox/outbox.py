@@ -126,11 +126,17 @@ class Outbox:
                     # After the entry: the reaper forgets a run only while its stream is empty.
                     pipe.sadd(keys.runs(lane), self._run)
                     asked.append(lane)
-            answers = await pipe.execute()
-        for pending in batch:
-            pending.sent = True
-            self.flying += 1
-            self.flying_bytes += pending.size
+            # Counted before: an answer may be here sooner than the word that its call was written.
+            for pending in batch:
+                pending.sent = True
+                self.flying += 1
+                self.flying_bytes += pending.size
+            try:
+                answers = await pipe.execute()
+            except BaseException:
+                for pending in batch:
+                    self.landed(pending)
+                raise
         for lane, added in zip(asked, answers, strict=True):
             if lane and added == 1:
                 await self._redis.publish(keys.control(), json.dumps(["run", lane]))

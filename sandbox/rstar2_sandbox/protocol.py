@@ -217,15 +217,26 @@ _VERIFICATION = tuple(field.name for field in dataclasses.fields(Verification))
 def _check_bytes(name: str, text: str, limit: int) -> None:
     if not isinstance(text, str):
         raise ValueError(f"{name} must be text, got {type(text).__name__}")
+    if 4 * len(text) <= limit:
+        return
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > limit:
         raise ValueError(f"{name} has {size} bytes, the limit is {limit}: shorten it")
 
 
+def _is_torn(text: str) -> bool:
+    """True when a text holds half a character (a surrogate), which no Redis key can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 def _check_key(key: str) -> None:
     if not isinstance(key, str) or len(key) > MAX_KEY_CHARS:
         raise ValueError(f"key = {key!r:.80}: must be text of at most {MAX_KEY_CHARS} characters; hash it first")
-    if any("\ud800" <= character <= "\udfff" for character in key):
+    if _is_torn(key):
         raise ValueError(f"key = {key!r}: holds half a character (a surrogate); hash it first")
 
 
@@ -307,7 +318,7 @@ def decode_calls(payload: str | bytes) -> list[Call]:
             raise ProtocolError(f"not a call: {texts!r}")
         if not all(isinstance(n, int | float) for n in (call.epoch, call.expires, call.deliveries)):
             raise ProtocolError(f"a call's numbers are not numbers: {call.key!r}")
-        if any("\ud800" <= character <= "\udfff" for character in "".join(texts)):
+        if _is_torn("".join(texts)):
             raise ProtocolError(f"half a character in the names of a call: {texts!r}")
     return calls
 

@@ -13,6 +13,7 @@ import dataclasses
 import os
 import socket
 import time
+from collections.abc import Callable
 
 from rstar2_sandbox import job, keeper
 from rstar2_sandbox.capture import Capture
@@ -194,10 +195,12 @@ class Sessions:
 
     Args:
         slots: at most one session in each.
+        freed: called when a slot has become free.
     """
 
-    def __init__(self, slots: list[Slot]) -> None:
+    def __init__(self, slots: list[Slot], freed: Callable[[], None]) -> None:
         self._free = list(slots)
+        self._freed = freed
         self._live: dict[tuple[str, str], Session] = {}
 
     @property
@@ -252,6 +255,7 @@ class Sessions:
             await session.close()
         finally:
             self._free.append(session.slot)
+            self._freed()
         return True
 
     async def end_before(self, run: str, epoch: int) -> None:

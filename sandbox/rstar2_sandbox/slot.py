@@ -22,7 +22,7 @@ from rstar2_sandbox.protocol import SQL as LANGUAGE_SQL
 from rstar2_sandbox.protocol import Execution, Limits, Outcome, Status
 
 CALLS_PER_KEEPER = 20_000
-TMP_BYTES, TMP_INODES = 64 * 2**20, 4096
+TMP_BYTES, TMP_INODES, MAX_DEPTH = 64 * 2**20, 4096, 64
 GRADE_LIMITS = Limits(wall_s=3.0, memory_bytes=1024 * 2**20, output_bytes=1024, processes=1)
 # A module that no image has imported: it proves that a child can read the interpreter's library.
 _SELF_TEST = Execution(code="import colorsys\nprint('ready')", limits=Limits(wall_s=20.0))
@@ -145,16 +145,25 @@ class Slot:
         return outcome
 
     def _overfull(self, kind: str) -> bool:
-        """True when the folder of a kind holds more than a tmpfs of its own would take: a look, not a wall."""
-        entries, size = 0, 0
-        for folder, folders, names in os.walk(f"{self._folder}-{kind}"):
-            entries += len(folders) + len(names)
-            for name in names:
-                with contextlib.suppress(OSError):
-                    size += os.lstat(os.path.join(folder, name)).st_blocks * 512
-            if entries > TMP_INODES or size > TMP_BYTES:
-                return True
-        return False
+        """True when the folder of a kind holds more, or deeper, than a look of bounded cost can go through: more than a
+        tmpfs of its own would take. A look, not a wall."""
+        entries, size, level = 0, 0, [f"{self._folder}-{kind}"]
+        for _ in range(MAX_DEPTH):
+            below: list[str] = []
+            for folder in level:
+                with contextlib.suppress(OSError), os.scandir(folder) as found:
+                    for entry in found:
+                        entries += 1
+                        if entry.is_dir(follow_symlinks=False):
+                            below.append(entry.path)
+                        else:
+                            size += entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entries > TMP_INODES or size > TMP_BYTES:
+                            return True
+            if not below:
+                return False
+            level = below
+        return True
 
     async def prepare_session(self) -> tuple[KeeperEnd, str]:
         """The keeper that a session is forked from, and its kind. Raises SlotError."""

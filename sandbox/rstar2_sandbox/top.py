@@ -73,3 +73,14 @@ async def show(redis_url: str, *, once: bool) -> None:
             await asyncio.sleep(EVERY_S)
     finally:
         await server.aclose()
+
+
+async def probe(redis_url: str, node: str) -> int:
+    """Exit code 0 when a node of that name has reported within the last seconds, else 1, with a line that says so."""
+    server = connect(redis_url)
+    try:
+        alive = any(name.rpartition(":")[0] == node for name in (await metrics.look(server)).nodes)
+    finally:
+        await server.aclose()
+    print(f"{node} is alive" if alive else f"{node} has not reported for {metrics.STALE_S:.0f} s")
+    return 0 if alive else 1

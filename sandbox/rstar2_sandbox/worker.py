@@ -70,7 +70,7 @@ class Node:
         self._answers = Answers(self._redis, self._busy)
         self._clock_offset_s = 0.0
         self._epochs: dict[str, int] = {}
-        self._running: dict[executor.Slot, Call] = {}
+        self._running: dict[tuple[str, executor.Slot], Call] = {}
         self._joined: asyncio.Future[None]
         self.tally = Tally()
 
@@ -104,7 +104,7 @@ class Node:
     def _open_lanes(self) -> None:
         slots = list(self._executor.slots)
         plain, verify_slots, session_slots = ([slots.pop(0) for _ in range(count)] for count in self._counts)
-        self._sessions = session.Sessions(session_slots)
+        self._sessions = session.Sessions(session_slots, lambda: self._lanes[keys.SESSION].signal())
         self._lanes = {
             keys.EXECUTE: Lane(keys.EXECUTE, plain, self._execute),
             keys.VERIFY: Lane(keys.VERIFY, verify_slots, self._verify, ahead=VERIFY_AHEAD),
@@ -189,7 +189,7 @@ class Node:
             for call in lane.backlog.drop(lambda call: call.run == run and call.epoch < epoch):
                 self._finish(call, rejected(call, protocol.SUPERSEDED))
             lane.signal()
-        for slot, call in self._running.items():
+        for (_, slot), call in self._running.items():
             if call.run == run and call.epoch < epoch:
                 slot.cancel()
         await self._sessions.end_before(run, epoch)
@@ -262,7 +262,7 @@ class Node:
                 continue
             call = lane.backlog.pop()
             lane.busy += 1
-            self._running[slot] = call
+            self._running[lane.name, slot] = call
             lane.signal()
             started = time.monotonic()
             try:
@@ -274,7 +274,7 @@ class Node:
                 result = infra_result(call, f"{type(error).__name__}: {error}")
             lane.appetite.learn_time(time.monotonic() - started)
             lane.busy -= 1
-            self._running.pop(slot, None)
+            self._running.pop((lane.name, slot), None)
             self._finish(call, result)
             lane.signal()
 

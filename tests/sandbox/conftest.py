@@ -1,10 +1,11 @@
 """Real slots and a real private sandbox, shared by the tests of this folder."""
 
 import asyncio
+import contextlib
 
 import pytest
 
-from rstar2_sandbox import executor, local
+from rstar2_sandbox import build, executor, local
 from rstar2_sandbox.protocol import Execution, Limits
 
 QUICK = Limits(wall_s=1.0)
@@ -45,3 +46,10 @@ def bench():
 def sandbox():
     with local.start_local(slots=2) as running:
         yield running
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled():
+    """The optional part in C, where there is a compiler; without one, everything is tested without it."""
+    with contextlib.suppress(OSError):
+        build.build()
