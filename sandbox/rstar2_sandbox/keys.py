@@ -45,6 +45,11 @@ def result(run: str, key: str) -> str:
     return f"{PREFIX}:result:{run}:{key}"
 
 
+def started(run: str, key: str) -> str:
+    """Integer with an expiry: the delivery at which a call that had lost a node before was last started."""
+    return f"{PREFIX}:started:{run}:{key}"
+
+
 def replies(client_id: str) -> str:
     """Channel on which a client hears of finished calls."""
     return f"{PREFIX}:replies:{client_id}"

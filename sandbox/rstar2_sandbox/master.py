@@ -185,15 +185,23 @@ class Reaper:
             found = await self._redis.xrange(stream, entry, entry)
             again, ended = [], []
             for call in _calls_of(found[0][1]) if found else []:
-                if call.deliveries + 1 < protocol.MAX_DELIVERIES:
+                deliveries = await self._deliveries(call)
+                if deliveries < protocol.MAX_DELIVERIES:
                     # Alone in its entry, so that a call that kills its nodes takes no neighbour with it.
-                    again.append(protocol.encode_calls([dataclasses.replace(call, deliveries=call.deliveries + 1)]))
+                    again.append(protocol.encode_calls([dataclasses.replace(call, deliveries=deliveries)]))
                 else:
                     ended += _dead_letter(call, owner.decode("utf-8", "replace"))
             arguments = [keys.GROUP, entry, protocol.INFRA_TTL_S, len(again), *again, *ended]
             if await self._redis.eval(_RETURN, 2, stream, keys.dead_letters(), *arguments):
                 self.requeued += len(again)
                 self.dead_letters += len(ended) // 4
+
+    async def _deliveries(self, call: Call) -> int:
+        """Nodes that may have died of a call: the first counts always, later ones only if they had started it."""
+        if not call.deliveries:
+            return 1
+        noted = await self._redis.get(keys.started(call.run, call.key))
+        return call.deliveries + (int(noted or 0) >= call.deliveries)
 
 
 def _dead_letter(call: Call, owner: str) -> list[str]:

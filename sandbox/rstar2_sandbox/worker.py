@@ -266,6 +266,8 @@ class Node:
             lane.signal()
             started = time.monotonic()
             try:
+                if call.deliveries:
+                    await self._note_start(call)
                 result = self._refusal(call) or await lane.run(slot, call)
             except (SlotError, protocol.ProtocolError) as error:
                 result = infra_result(call, str(error))
@@ -277,6 +279,12 @@ class Node:
             self._running.pop((lane.name, slot), None)
             self._finish(call, result)
             lane.signal()
+
+    async def _note_start(self, call: Call) -> None:
+        """A call that lost a node is started again: if this one dies too, it was not only held here, but at work."""
+        with contextlib.suppress(*LOST):
+            name = keys.started(call.run, call.key)
+            await self._redis.set(name, call.deliveries, ex=protocol.RESULT_TTL_S)
 
     def _refusal(self, call: Call) -> Outcome | Verification | None:
         """Why a call shall not start any more, or None."""

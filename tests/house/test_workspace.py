@@ -13,7 +13,7 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "WORKSPACE.md").read_text(encoding="utf-8")
 PARTS = dict(re.findall(r"^## (\d) .*\n([\s\S]*?)(?=^## |\Z)", PAGE, re.MULTILINE))
 NAMED_TREES = (("rstar2_jax", "*.py"), ("rstar2_jax", "*.jinja"), ("sandbox/rstar2_sandbox", "*.py"), ("gin", "*.gin"))
-NAMED_FOLDERS = ("launch", "benchmarks")
+NAMED_FOLDERS = ("launch", "benchmarks", "sandbox/deploy")
 MADE_BY_A_RUN = ("resolved.gin",)
 
 

@@ -27,7 +27,7 @@ def cells(sandbox, *codes, name, limits=None):
 
     async def conversation(caller):
         outcomes = [
-            await caller.execute(Execution(code=code, session=name, limits=limits or Limits(wall_s=3)))
+            await caller.execute(Execution(code=code, session=name, limits=limits or Limits(wall_s=15)))
             for code in codes
         ]
         await caller.end_session(name)
