@@ -146,7 +146,7 @@ def step(
 
     ids = jnp.full((lanes, MAX_STEPS), -1, jnp.int32)
     logprobs = jnp.zeros((lanes, MAX_STEPS), jnp.float32)
-    start = (0, rows.token, rows.position, rows.remaining, 0, cache, ids, logprobs)
+    start = (jnp.int32(0), rows.token, rows.position, rows.remaining, 0, cache, ids, logprobs)
     done, *_, cache, ids, logprobs = jax.lax.while_loop(wanted, advance, start)
     return cache, ids, logprobs, done
 

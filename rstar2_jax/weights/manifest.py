@@ -187,7 +187,7 @@ def read(folder: pathlib.Path) -> Manifest:
         if raw["format"] != FORMAT:
             raise ValueError(f"{path}: format {raw['format']!r}, this reader knows {FORMAT!r}")
         tensors = {
-            name: Entry(**{field: v if field == "dtype" else tuple(v) for field, v in e.items()})
+            name: Entry(dtype=e["dtype"], **{field: tuple(v) for field, v in e.items() if field != "dtype"})
             for name, e in raw["tensors"].items()
         }
         manifest = Manifest(version=raw["version"], parent=raw["parent"], tensors=tensors)

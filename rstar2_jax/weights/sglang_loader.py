@@ -17,6 +17,8 @@ This module runs inside the server and imports neither JAX nor, until it is used
 here: quantised weights, mixtures of experts, drafts and loaders that compute with what they load are refused by name.
 """
 
+# torch and sglang are there where this runs, and nowhere else.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import concurrent.futures

@@ -91,8 +91,8 @@ def test_the_kubernetes_trainer_has_a_command_line_that_is_understood_and_reache
     servers, trainer = by_name["StatefulSet", "rollout"]["spec"], by_name["Job", "trainer"]["spec"]
     (container,) = trainer["template"]["spec"]["containers"]
     words = container["args"][0].replace("\\\n", " ").replace("$SANDBOX_URL", "redis://s")
-    line = subprocess.run(["bash", "-c", f"set -- {words.partition('exec')[2].strip()}; printf '%s\\n' \"$@\""], text=True,
-                          capture_output=True, check=True).stdout.splitlines()  # fmt: skip
+    shown = f"set -- {words.partition('exec')[2].strip()}; printf '%s\\n' \"$@\""
+    line = subprocess.run(["bash", "-c", shown], text=True, capture_output=True, check=True).stdout.splitlines()
     assert line[:3] == ["python", "-m", "rstar2_jax.launch"]
     hosts = {address.rpartition(":")[0] for address in resolved(line[3:])["rollout"].fleet.addresses}
     assert hosts == {f"http://rollout-{n}.rollout" for n in range(servers["replicas"])}
