@@ -171,6 +171,7 @@ async def _train(
             told = await _step(desk, progress, batches)
             told |= examined | _judge(desk, progress.step - 1, told | examined) | desk.clock.lap()
             writer.write(progress.step - 1, told)
+            rooms.timeline.flush(progress.step - 1)
             screen.step(progress.step - 1, told)
             _save_when_due(desk, store, progress, stopping.is_set())
             desk.clock.save()
@@ -225,7 +226,7 @@ async def _step(desk: _Desk, progress: _Progress, batches: ahead.Ahead) -> Metri
     progress.step += 1
     progress.cursor, progress.carried = taken.cursor, collected.surplus
     progress.abandoned_in_row = progress.abandoned_in_row + 1 if abandoned else 0
-    with desk.clock.phase("publish"):
+    with desk.clock.phase("publish"), desk.rooms.timeline.span("publish"):
         await _publish(desk, progress)
     if progress.abandoned_in_row >= _MAX_ABANDONED:
         raise AbandonedError(
@@ -244,15 +245,16 @@ async def _learn(desk: _Desk, progress: _Progress, work: Sequence[batch.Minibatc
     def report(done: int, total: int) -> None:
         loop.call_soon_threadsafe(desk.screen.progress, "learn", done, total)
 
-    progress.state, learned = await asyncio.to_thread(
-        learning.learn,
-        desk.trainer,
-        progress.state,
-        work,
-        desk.learner.loss,
-        reference=desk.reference,
-        on_progress=report,
-    )
+    with desk.rooms.timeline.span("learn"):
+        progress.state, learned = await asyncio.to_thread(
+            learning.learn,
+            desk.trainer,
+            progress.state,
+            work,
+            desk.learner.loss,
+            reference=desk.reference,
+            on_progress=report,
+        )
     return learned
 
 

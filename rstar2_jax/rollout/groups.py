@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Coroutine, Sequence
@@ -76,6 +77,7 @@ class Sampler:
         grader: sandbox client.
         rollout, roc: settings.
         seed: of the run.
+        grading: entered while an episode is graded.
     """
 
     engine: pool.Pool
@@ -85,6 +87,7 @@ class Sampler:
     rollout: settings.Rollout
     roc: settings.Roc
     seed: int
+    grading: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
 
 async def collect(
@@ -178,9 +181,10 @@ async def sample_group(
                 on_fault=faults.append,
             )
         decode = sampler.chat.tokenizer.decode
-        (graded,) = await outcome.grade_trajectories(
-            sampler.grader, decode, [trajectory], [prompt], deadline_s=sampler.rollout.deadline_s
-        )
+        with sampler.grading():
+            (graded,) = await outcome.grade_trajectories(
+                sampler.grader, decode, [trajectory], [prompt], deadline_s=sampler.rollout.deadline_s
+            )
         if on_done:
             on_done()
         texts = [decode(turn.sampled_ids.tolist()) for turn in graded.turns]

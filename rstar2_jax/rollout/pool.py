@@ -48,6 +48,7 @@ class Pool:
         engines: the replicas, at least one; closed with the pool.
         policy: see settings.Fleet; which engines there are was decided already.
         report: receives one line for each engine that is taken down or brought back.
+        span: entered while a turn is sampled.
     """
 
     def __init__(
@@ -56,11 +57,12 @@ class Pool:
         policy: settings.Fleet,
         *,
         report: Callable[[str], None] = lambda line: None,
+        span: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ) -> None:
         if not engines:
             raise ValueError("a pool needs at least one engine")
         self._engines, self._policy, self._report = list(engines), policy, report
-        self.counts = Counts()
+        self.counts, self.span = Counts(), span
         self._balancer = balance.Balancer(
             [engine.caps.kv_tokens for engine in engines],
             quantile=policy.expected_quantile or None,

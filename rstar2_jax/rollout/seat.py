@@ -6,6 +6,8 @@ Deliberately not here: who sits where (balance.py), and what becomes of engines 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable
 from typing import Protocol
 
 from rstar2_jax.rollout import balance
@@ -19,6 +21,9 @@ class Pool(Protocol):
 
     @property
     def caps(self) -> Caps: ...
+
+    @property
+    def span(self) -> Callable[[], contextlib.AbstractContextManager]: ...
 
     def engine(self, index: int) -> RolloutEngine: ...
 
@@ -80,7 +85,8 @@ class Seat:
             index = self._index
             assert index is not None
             try:
-                generation = await self._attempt(self._pool.engine(index), request)
+                with self._pool.span():
+                    generation = await self._attempt(self._pool.engine(index), request)
             except EngineError as error:
                 last = error
                 await self._pool.turn_failed(index, error)

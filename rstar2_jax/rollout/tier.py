@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from rstar2_jax import settings
 from rstar2_jax.data import chat as chats
 from rstar2_jax.data import files
+from rstar2_jax.io import timeline
 from rstar2_jax.reward import outcome
 from rstar2_jax.rollout import fleet, groups, jax_engine, pool, sglang
 from rstar2_jax.rollout.engine import Request, RolloutEngine, Sampling
@@ -20,13 +22,15 @@ from rstar2_jax.types import Prompt
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Tier:
-    """What episodes run with: engine, chat protocol, tools, grader, and the digest of the rules that it grades by."""
+    """What episodes run with: engine, chat protocol, tools, grader, the digest of the rules that it grades by, and the
+    timeline that generation, tools and grading are counted in."""
 
     engine: pool.Pool
     chat: chats.Chat
     tools: protocol.Registry
     grader: cluster.Client
     rules: str
+    timeline: timeline.Timeline
 
     async def warm_up(self, question: str, settings: settings.Rollout) -> None:
         """Compile the engine's programs on a prompt of the run, asked twice at once, so that no episode's deadline
@@ -45,7 +49,8 @@ class Tier:
     def sampler(self, rollout: settings.Rollout, roc: settings.Roc, seed: int) -> groups.Sampler:
         """What makes groups of graded episodes with these parts."""
         parts = {"engine": self.engine, "chat": self.chat, "tools": self.tools, "grader": self.grader}
-        return groups.Sampler(**parts, rollout=rollout, roc=roc, seed=seed)
+        grading = functools.partial(self.timeline.span, "grade")
+        return groups.Sampler(**parts, rollout=rollout, roc=roc, seed=seed, grading=grading)
 
     def disagreements(self) -> int:
         """Verdicts so far in which the grader's exact rules and its library decided differently."""
@@ -80,13 +85,15 @@ async def open_tier(
     files.check_vocabulary(chat.tokenizer, model)
     async with contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(cluster.connect(cluster.name_of(workdir), sandbox))
-        tools = protocol.Registry([python.PythonTool(client, task.tool_name, sandbox)])
+        watch = timeline.Timeline(workdir)
+        python_tool = python.PythonTool(client, task.tool_name, sandbox)
+        tools = protocol.Registry([python_tool], functools.partial(watch.span, "tool"))
         digest = await outcome.self_test(client)
         report(f"sandbox ready, grader self-test passed (rules {digest})")
         found = await _open_engines(stack, workdir, model, rollout, report)
-        engines = pool.Pool(found, rollout.fleet, report=report)
+        engines = pool.Pool(found, rollout.fleet, report=report, span=functools.partial(watch.span, "generate"))
         stack.push_async_callback(engines.close)
-        yield Tier(engine=engines, chat=chat, tools=tools, grader=client, rules=digest)
+        yield Tier(engine=engines, chat=chat, tools=tools, grader=client, rules=digest, timeline=watch)
 
 
 async def _open_engines(

@@ -8,7 +8,8 @@ Deliberately not here: the wording and the token budget of replies (data/chat), 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rstar2_jax.types import CallStatus, ToolCall, ToolResult
@@ -40,11 +41,16 @@ class Tool(Protocol):
 class Registry:
     """Tools by name; every call gets a result, also one that did not parse or that names no tool.
 
+    Args:
+        span: entered while a tool runs.
+
     Raises:
         ValueError: no tool, or two of one name.
     """
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
+    def __init__(
+        self, tools: Sequence[Tool], span: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    ) -> None:
         names = [tool.name for tool in tools]
         if not names:
             raise ValueError("a registry needs at least one tool: give it the Python tool")
@@ -52,6 +58,7 @@ class Registry:
         if doubled:
             raise ValueError(f"tool name {doubled[0]!r} is given {names.count(doubled[0])} times: names must differ")
         self._tools = dict(zip(names, tools, strict=True))
+        self._span = span
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,7 +81,8 @@ class Registry:
                 status=CallStatus.UNKNOWN_TOOL,
                 stderr=f"there is no tool named {call.name[:80]!r}; the tools are: {known}",
             )
-        return await tool.run(call, key=key)
+        with self._span():
+            return await tool.run(call, key=key)
 
 
 def function_schema(
