@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -28,6 +28,18 @@ from rstar2_jax.settings import Model
 
 Params = dict[str, Any]
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
+
+
+class Places(NamedTuple):
+    """Where the tokens of a step stand, one a row.
+
+    positions: i32[b], index of each token in its sequence, negative for a row that takes no part: nothing is written
+    for it; tables: i32[b, t], pages of its sequence in order, of which those that no position reaches may be any.
+    """
+
+    positions: Any
+    tables: Any
+
 
 _SHAPE_ONLY = nn.initializers.zeros  # the modules declare shapes; init_params draws the values, leaf by leaf
 
@@ -94,14 +106,17 @@ class Attention(nn.Module):
         out = ops.cached_attention(q, keys.astype(q.dtype), values.astype(q.dtype), positions)
         return self.o(out.reshape(*x.shape[:2], -1)), (keys, values)
 
-    def step(
-        self, x: Float[Array, "b d"], angles: Any, positions: Int[Array, " b"], tables: Int[Array, "b t"], cache: Any
-    ) -> Any:
-        """(output, cache) of one token a row after its key and value are written into the pages of the row's table."""
+    def step(self, x: Float[Array, "b d"], angles: Any, places: Places, cache: Any, window: Any) -> Any:
+        """(output, cache, window) of one token a row after its key and value are written."""
         q, k, v = (part[:, 0] for part in self._project(x[:, None], angles))
-        keys, values = pages.write(cache[0], cache[1], k, v, positions, tables)
-        out = pages.attention(q, keys, values, positions, tables)
-        return self.o(out.reshape(x.shape[0], -1)), (keys, values)
+        positions, tables = places
+        cache = pages.write(cache[0], cache[1], k, v, positions, tables)
+        if window is None:
+            out = pages.attention(q, *cache, positions, tables)
+        else:
+            window = pages.write_in_windows(*window, k, v, positions)
+            out = pages.attention_in_windows(q, *window, positions)
+        return self.o(out.reshape(x.shape[0], -1)), cache, window
 
 
 class Mlp(nn.Module):
@@ -138,13 +153,11 @@ class Layer(nn.Module):
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), cache
 
-    def step(
-        self, x: Float[Array, "b d"], angles: Any, positions: Int[Array, " b"], tables: Int[Array, "b t"], cache: Any
-    ) -> Any:
-        """The block over one token a row: (output, cache)."""
-        attended, cache = self.attn.step(self.attn_norm(x), angles, positions, tables, cache)
+    def step(self, x: Float[Array, "b d"], angles: Any, places: Places, cache: Any, window: Any) -> Any:
+        """The block over one token a row: (output, cache, window)."""
+        attended, cache, window = self.attn.step(self.attn_norm(x), angles, places, cache, window)
         x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), cache
+        return x + self.mlp(self.mlp_norm(x)), cache, window
 
 
 class Decoder(nn.Module):
@@ -208,27 +221,27 @@ class Decoder(nn.Module):
         return self.norm(x), tuple(extended)
 
     def step(
-        self, tokens: Int[Array, " b"], positions: Int[Array, " b"], tables: Int[Array, "b t"], cache: Cache
-    ) -> tuple[Float[Array, "b d"], Cache]:
-        """(hidden states after the final norm, cache) of one token a row over a pool of pages.
+        self, tokens: Int[Array, " b"], places: Places, cache: Cache, windows: Cache | None = None
+    ) -> tuple[Float[Array, "b d"], Cache, Cache | None]:
+        """(hidden states after the final norm, cache, windows) of one token a row over a pool of pages.
 
         All rows write before any of them attends, so that several rows may carry consecutive tokens of one sequence.
 
         Args:
             tokens: one id a row.
-            positions: index of each token in its sequence; what stands before it must have been written by this or
-                an earlier call. Negative is a row that takes no part: nothing is written for it.
-            tables: pages of each row's sequence in order; those that no position reaches may be any page.
+            places: where they stand; what stands before a token must have been written by this or an earlier call.
             cache: as init_cache makes it with a page for a row; donate it, since the returned one takes its place.
+            windows: for each layer what pages.windows makes of it, kept up beside the cache and read in its place.
         """
         s = self.settings
         x = self.embed(tokens).astype(s.compute_dtype)
-        angles = ops.rotary_angles(jnp.maximum(positions, 0)[:, None], s.head_dim, s.rope_theta)
-        stepped = []
-        for layer, entry in zip(self.layers, cache, strict=True):
-            x, entry = layer.step(x, angles, positions, tables, entry)
+        angles = ops.rotary_angles(jnp.maximum(places.positions, 0)[:, None], s.head_dim, s.rope_theta)
+        stepped, moved = [], []
+        for i, (layer, entry) in enumerate(zip(self.layers, cache, strict=True)):
+            x, entry, window = layer.step(x, angles, places, entry, None if windows is None else windows[i])
             stepped.append(entry)
-        return self.norm(x), tuple(stepped)
+            moved.append(window)
+        return self.norm(x), tuple(stepped), None if windows is None else tuple(moved)
 
     def logits(self, hidden: Float[Array, "... d"]) -> Float[Array, "... v"]:
         """float32 logits of hidden states; a tied head is the embedding transposed."""

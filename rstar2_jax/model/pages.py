@@ -8,10 +8,16 @@ on the longest sequence beside it, changes no number of a row.
 Queries are taken in groups of a few, each with a loop of its own: a group runs no further than its own longest
 sequence, and the pages that it has gathered stay in the processor's cache until they are used.
 
+Where sequences are short there is a faster way: `windows` lays the pages of every row side by side once, and many steps
+then read them in place (`attention_in_windows`). Copying the pages in each step takes three times as long as reading
+them does; a window, on the other hand, is as long as the longest sequence may become, for every row.
+
 Deliberately not here: who owns which page (rollout/kv_cache.py).
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +25,8 @@ from jaxtyping import Array, Float, Int
 
 from rstar2_jax.model import ops
 
-GROUP_ROWS = 4  # queries whose pages are gathered at once
+GROUP_BYTES = 2**19  # of keys and values that are gathered at once: a share of a core's own cache
+MAX_GROUPS = 8  # bounds the size of the compiled program
 
 
 def write(
@@ -39,6 +46,39 @@ def write(
     return keys, values.at[pages, :, offsets].set(new_values.astype(values.dtype), mode="drop")
 
 
+def windows(
+    keys: Float[Array, "n k d p"], values: Float[Array, "n k p d"], tables: Int[Array, "b t"]
+) -> tuple[Float[Array, "b k d s"], Float[Array, "b k s d"]]:
+    """(keys, values) of each row's pages side by side, s = t p entries a row."""
+    b, t = tables.shape
+    _, k, d, p = keys.shape
+    rows = _gathered(keys, tables.reshape(-1)).reshape(b, t, k, d, p).transpose(0, 2, 3, 1, 4)
+    columns = _gathered(values, tables.reshape(-1)).reshape(b, t, k, p, d).transpose(0, 2, 1, 3, 4)
+    return rows.reshape(b, k, d, t * p), columns.reshape(b, k, t * p, d)
+
+
+def write_in_windows(
+    keys: Float[Array, "b k d s"],
+    values: Float[Array, "b k s d"],
+    new_keys: Float[Array, "b k d"],
+    new_values: Float[Array, "b k d"],
+    positions: Int[Array, " b"],
+) -> tuple[Float[Array, "b k d s"], Float[Array, "b k s d"]]:
+    """(keys, values) with each row's new entry in its window; a negative position writes nothing."""
+    return ops.write_cache(keys, values, new_keys[:, None], new_values[:, None], positions[:, None])
+
+
+def attention_in_windows(
+    q: Float[Array, "b h d"],
+    keys: Float[Array, "b k d s"],
+    values: Float[Array, "b k s d"],
+    positions: Int[Array, " b"],
+) -> Float[Array, "b h d"]:
+    """Attention of each query to the entries of its window at or before its position."""
+    keys, values = keys.astype(q.dtype), values.astype(q.dtype)
+    return ops.cached_attention(q[:, None], keys, values, positions[:, None])[:, 0]
+
+
 def attention(
     q: Float[Array, "b h d"],
     keys: Float[Array, "n k d p"],
@@ -52,7 +92,10 @@ def attention(
     """
     b, h, d = q.shape
     q = q.reshape(b, keys.shape[1], h // keys.shape[1], d)
-    parts = [slice(lo, min(lo + GROUP_ROWS, b)) for lo in range(0, b, GROUP_ROWS)]
+    bytes_of_row = 2 * keys.dtype.itemsize * math.prod(keys.shape[1:])
+    groups = min(MAX_GROUPS, -(-b * bytes_of_row // GROUP_BYTES))
+    size = -(-b // groups)
+    parts = [slice(lo, min(lo + size, b)) for lo in range(0, b, size)]
     outs = [_over_pages(q[part], keys, values, positions[part], tables[part]) for part in parts]
     return jnp.concatenate(outs).reshape(b, h, d)
 
@@ -63,8 +106,7 @@ def _over_pages(q, keys, values, positions, tables):
     def visit(number, state):
         best, total, out = state
         pages = jax.lax.dynamic_index_in_dim(tables, number, axis=1, keepdims=False)
-        k = keys.at[pages].get(mode="promise_in_bounds").astype(q.dtype)
-        v = values.at[pages].get(mode="promise_in_bounds").astype(q.dtype)
+        k, v = _gathered(keys, pages).astype(q.dtype), _gathered(values, pages).astype(q.dtype)
         scores = jnp.einsum("bkgd,bkdp->bkgp", q, k, preferred_element_type=jnp.float32) * scale
         seen = number * page_tokens + jnp.arange(page_tokens) <= positions[:, None]
         scores = jnp.where(seen[:, None, None], scores, ops.MASKED)
@@ -81,3 +123,9 @@ def _over_pages(q, keys, values, positions, tables):
     pages = jnp.max(positions) // page_tokens + 1
     _, total, out = jax.lax.fori_loop(0, pages, visit, start)
     return (out / jnp.maximum(total, 1)[..., None]).astype(q.dtype)
+
+
+def _gathered(pool, pages):
+    """Whole pages, as one long run each: the inner loop of the copy is then long enough to be worth its start."""
+    flat = pool.reshape(pool.shape[0], -1).at[pages].get(mode="promise_in_bounds")
+    return flat.reshape(-1, *pool.shape[1:])

@@ -82,7 +82,7 @@ class JaxEngine:
         slots: lanes, which is the most rows that sample at once; the same for the whole run.
         context_tokens: longest prompt plus response of a request.
         prefill_chunk_tokens: columns of a scoring call, the same for the whole run.
-        decode_steps: most steps of one device call, up to 32; changes speed, never a sample.
+        decode_steps: most steps of a device call, up to 32; changes speed, never a sample.
         kv_tokens: ids that the cache holds at once, at least one request of full length; None for room for all slots.
         name: of this replica, as trajectories report it.
     """
@@ -94,7 +94,7 @@ class JaxEngine:
         slots: int,
         context_tokens: int,
         prefill_chunk_tokens: int,
-        decode_steps: int = 16,
+        decode_steps: int = 32,
         kv_tokens: int | None = None,
         name: str = "embedded",
     ) -> None:
@@ -123,7 +123,8 @@ class JaxEngine:
 
     def _init_worker(self, num_slots: int, context_tokens: int) -> None:
         # The table is the worker's alone, as are params and cache.
-        self._table = slots.SlotTable(num_slots, context_tokens, self._pages, PAGE_TOKENS)
+        spread = not device.in_windows(_pages(context_tokens), PAGE_TOKENS)
+        self._table = slots.SlotTable(num_slots, context_tokens, self._pages, PAGE_TOKENS, spread=spread)
         self._params: Any = None
         self._cache: decoder.Cache | None = None
         self._version, self._digest, self._sums = -1, "", []
@@ -213,9 +214,9 @@ class JaxEngine:
         """What the cache holds and who waits for a row."""
         if not await self.alive():
             raise EngineError(f"{self._name} is closed or dead")
-        free, waiting = self._table.cache.available_pages * PAGE_TOKENS, len(self._table.waiting) + len(self._arrived)
-        used = self._caps.kv_tokens - free
-        return Load(kv_tokens_used=used, kv_tokens_free=free, running=len(self._table.rows), waiting=waiting)
+        table, free = self._table, self._table.cache.available_pages * PAGE_TOKENS
+        used, waiting = min(table.held_tokens(), self._caps.kv_tokens - free), len(table.waiting) + len(self._arrived)
+        return Load(kv_tokens_used=used, kv_tokens_free=free, running=len(table.rows), waiting=waiting)
 
     async def alive(self) -> bool:
         """True while the worker can take requests."""
@@ -319,8 +320,9 @@ class JaxEngine:
     def _end(self, rid: str | None) -> None:
         for job in list(self._table.jobs()):
             if rid is None or job.request.rid == rid:
-                job.cancelled = True  # its place is free at the next admission
+                job.cancelled = True
                 job.reply.resolve(job.generation(FinishReason.ABORT))
+        self._table.drop_cancelled()
 
     def _step(self) -> None:
         """One call of the device: copies first, then up to `decode_steps` steps."""

@@ -4,9 +4,9 @@ A Job is one request from admission to its end; its ids, log-probabilities and w
 come, first served, with two exceptions: a request whose beginning another is computing right now waits for it and
 shares it, and when pages run out the request that came last gives up its own and waits at the head of the queue.
 
-A call of the device is planned as a whole: rows that can sample keep a lane for as long as they do, and the ids that
-other rows still need in the cache are spread over the lanes that are left, step by step. A row begins to sample in
-the step after the last of its ids.
+A call of the device is planned as a whole: rows that can sample keep a lane for as long as they do; rows that still
+need ids in the cache bring them in their own lanes and in empty ones, step by step, and begin to sample in the step
+after the last of them.
 
 Deliberately not here: device work (device.py), pages (kv_cache.py), threads and futures (jax_engine.py).
 """
@@ -49,6 +49,11 @@ class Job:
     def context_tokens(self) -> int:
         """Ids that the row holds now: the prompt and what was sampled."""
         return len(self.prompt_ids) + len(self.ids)
+
+    @property
+    def last_id(self) -> int:
+        """The next step's input."""
+        return self.ids[-1] if self.ids else int(self.prompt_ids[-1])
 
     @property
     def remaining(self) -> int:
@@ -98,10 +103,11 @@ class SlotTable:
         context_tokens: longest sequence.
         pages: of the pool; they must hold one sequence of full length.
         page_tokens: entries of a page.
+        spread: whether empty lanes carry ids of rows that are behind.
     """
 
-    def __init__(self, lanes: int, context_tokens: int, pages: int, page_tokens: int) -> None:
-        self.lanes = lanes
+    def __init__(self, lanes: int, context_tokens: int, pages: int, page_tokens: int, *, spread: bool = True) -> None:
+        self.lanes, self._spread = lanes, spread
         self._table_pages = -(-context_tokens // page_tokens)
         assert pages >= self._table_pages, "the pool holds less than one sequence"
         self.cache = kv_cache.KvCache(pages, page_tokens)
@@ -122,15 +128,22 @@ class SlotTable:
         """Every request that has not ended."""
         return itertools.chain(self.rows, self.waiting)
 
-    def admit(self) -> list[kv_cache.Copy]:
-        """Drop cancelled requests, then seat waiting ones; the pages to copy before the next step."""
+    def held_tokens(self) -> int:
+        """Ids of seated rows; may be asked from another thread than the one that moves rows."""
+        return sum(job.context_tokens for job in list(self.rows))
+
+    def drop_cancelled(self) -> None:
+        """Cancelled requests leave their rows and the queue."""
         for job in [job for job in self.rows if job.cancelled]:
             self._vacate(job)
+        self.waiting = collections.deque(job for job in self.waiting if not job.cancelled)
+
+    def admit(self) -> list[kv_cache.Copy]:
+        """Drop cancelled requests, then seat waiting ones; the pages to copy before the next step."""
+        self.drop_cancelled()
         promised, passed, copies = self._promised(), [], []
         while self.waiting and len(self.rows) < self.lanes:
             job = self.waiting.popleft()
-            if job.cancelled:
-                continue
             ids = job.ids_from(0)
             keys = self.cache.keys(ids)
             if promised and _longest(promised, [*keys, self.cache.name(ids, keys)]) > self.cache.known(ids, keys):
@@ -139,6 +152,7 @@ class SlotTable:
             # A page for each row is left alone, so that the newcomer is not thrown out again at once.
             opened = self.cache.open(ids, keys, len(ids) + 1, spare=len(self.rows))
             if opened is None:
+                assert self.rows, "an empty pool has room for any request"
                 self.waiting.appendleft(job)
                 break
             copies += opened[1]
@@ -207,46 +221,40 @@ class SlotTable:
         return Call(self._device_rows(), given, np.int32(steps), np.int32(leave_after))
 
     def _give(self, ready: int, behind: Sequence[Job], max_steps: int) -> device.Given:
-        """Spread the ids that rows lack over the lanes that no row samples in."""
-        given, starts = device.nothing_given(self.lanes), {}
-        self._written = []
-        step, free = 0, list(range(ready, self.lanes))
-        for lane, job in enumerate(behind, ready):
-            position = job.held.filled
-            ids = job.ids_from(position)
-            while len(ids) and step < max_steps:
-                count = min(len(ids), len(free))
-                if not count:
-                    step += 1
-                    free = [
-                        free_lane for free_lane in range(ready, self.lanes) if starts.get(free_lane, max_steps) > step
-                    ]
+        """The ids that rows lack, step by step: one in a row's own lane and, where lanes may help, more in empty ones.
+
+        Rows that came first are helped first.
+        """
+        given, starts = device.nothing_given(self.lanes), [max_steps] * len(behind)
+        left, self._written = [(job.ids_from(job.held.filled), job.held.filled) for job in behind], []
+        empty = list(range(ready + len(behind), self.lanes)) if self._spread else []
+        for step in range(max_steps):
+            spare = list(empty)
+            for index, job in enumerate(behind):
+                ids, position = left[index]
+                if not len(ids):
                     continue
-                taken, free = free[:count], free[count:]
-                given.token[step, taken], given.owner[step, taken] = ids[:count], lane
-                given.position[step, taken] = np.arange(position, position + count)
+                helping, spare = spare[: len(ids) - 1], spare[len(ids) - 1 :]
+                lanes = [ready + index, *helping]
+                count = len(lanes)
+                given.token[step, lanes], given.owner[step, lanes] = ids[:count], ready + index
+                given.position[step, lanes] = np.arange(position, position + count)
                 self._written.append((job, step, count))
-                ids, position = ids[count:], position + count
-            if not len(ids):
-                starts[lane] = step + 1
-        self._starts = [0] * ready + [starts.get(lane, max_steps) for lane in range(ready, ready + len(behind))]
+                left[index] = ids[count:], position + count
+                if count == len(ids):
+                    starts[index] = step + 1
+        self._starts = [0] * ready + starts
         return given
 
     def _device_rows(self) -> device.Rows:
         rows = device.empty_rows(self.lanes, self._table_pages)
         for lane, (job, start) in enumerate(zip(self._layout, self._starts, strict=True)):
             sampling, pages = job.request.sampling, job.held.pages
-            rows.token[lane], rows.position[lane] = (
-                job.ids[-1] if job.ids else job.prompt_ids[-1],
-                job.context_tokens - 1,
-            )
+            rows.token[lane], rows.position[lane] = job.last_id, job.context_tokens - 1
             rows.start[lane], rows.remaining[lane] = start, job.remaining
             rows.seed_words[lane] = job.request.seed >> 32, job.request.seed & 0xFFFFFFFF
-            rows.temperature[lane], rows.top_k[lane], rows.top_p[lane] = (
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-            )
+            rows.temperature[lane], rows.top_k[lane] = sampling.temperature, sampling.top_k
+            rows.top_p[lane] = sampling.top_p
             rows.stop_ids[lane] = device.padded_stop_ids(sampling.stop_ids)
             rows.table[lane, : len(pages)] = pages
         return rows
@@ -269,7 +277,7 @@ class SlotTable:
         ended, counts = [], np.sum(ids >= 0, axis=1).tolist()
         for lane, (job, start, count) in enumerate(zip(self._layout, self._starts, counts, strict=False)):
             if count:
-                last = job.ids[-1] if job.ids else int(job.prompt_ids[-1])
+                last = job.last_id
                 job.ids += ids[lane, start : start + count].tolist()
                 job.logprobs += logprobs[lane, start : start + count].tolist()
                 job.versions += [version] * count
