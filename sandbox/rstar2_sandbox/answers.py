@@ -14,7 +14,7 @@ from typing import Any
 from rstar2_sandbox import keys
 from rstar2_sandbox.connection import LOST
 
-GATHER_S = 0.008
+GATHER_S = 0.015
 FEW = 16
 
 # ARGV: group, number of results, then for each: result key, seconds it is kept, payload, number of channels, channels;

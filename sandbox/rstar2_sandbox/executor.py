@@ -14,11 +14,14 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent import futures
 
 from rstar2_sandbox import cgroup, jail
 from rstar2_sandbox.images import BARE, KINDS, Image, SlotError
 from rstar2_sandbox.protocol import Execution
 from rstar2_sandbox.slot import Slot
+
+THREADS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +74,7 @@ class Executor:
         self._settings = settings
         self._uid_base = settings.uid_base or jail.unused_uid_base(2 * slots)
         self._images = {kind: Image(kind, settings.python, settings.compiled) for kind in KINDS}
+        self._threads = futures.ThreadPoolExecutor(THREADS, thread_name_prefix="sandbox-cgroup")
         self.slots: list[Slot] = []
         self.tier = ""
         self.library = ""
@@ -79,6 +83,7 @@ class Executor:
     async def start(self) -> None:
         """Find the strongest tier that works and build the slots. Raises SlotError."""
         self._end_predecessors()
+        list(self._threads.map(time.sleep, [0.001] * THREADS))  # all there from the start, whatever is counted then
         cgroup.sweep(f"rstar2-slot-{os.geteuid()}-")
         for tier in self._settings.tiers:
             trial = self._slot(0, tier)
@@ -113,12 +118,13 @@ class Executor:
         """Kill all slots and interpreters."""
         for image in self._images.values():
             image.close()
+        self._threads.shutdown()
         for slot in self.slots:
             slot.close()
 
     def _slot(self, index: int, tier: str) -> Slot:
         name = f"rstar2-slot-{os.geteuid()}-{self._uid_base}-{index}"
-        return Slot(name, self._uid_base + 2 * index, tier, self._images)
+        return Slot(name, self._uid_base + 2 * index, tier, self._images, self._threads)
 
     def _end_predecessors(self) -> None:
         """As root: kill what still runs under the slots' own user ids, left by a node that was killed."""

@@ -22,7 +22,8 @@ from rstar2_sandbox.protocol import SUPERSEDED, Limits, Outcome, Status
 
 KILL_GRACE_S = 5.0
 READERS_AFTER_S = 0.005
-DEMOTE_AFTER_S = 0.1
+COUNT_AFTER_S = 0.015
+DEMOTE_AFTER_S = 0.08
 DEMOTED_NICE = 5
 FILES_EVERY_S = 0.2
 _FDS = struct.Struct("4i")
@@ -34,12 +35,20 @@ class Job:
     Args:
         owner: the keeper that runs it.
         limits: of the call.
+        lasts: called once when the call has lasted for a while.
         overfull: says that the call's files take more than their share, where no file system of its own bounds them.
     """
 
-    def __init__(self, owner: KeeperEnd, limits: Limits, overfull: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        owner: KeeperEnd,
+        limits: Limits,
+        lasts: Callable[[], None] | None = None,
+        overfull: Callable[[], bool] | None = None,
+    ) -> None:
         self._keeper = owner
         self._limits = limits
+        self._lasts = lasts
         self._overfull = overfull
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -77,7 +86,12 @@ class Job:
     def _read_along(self) -> None:
         for stream in self._streams:
             stream.start()
-        self._then(self._limits.wall_s - READERS_AFTER_S, DEMOTE_AFTER_S, self._demote)
+        self._then(self._limits.wall_s - READERS_AFTER_S, COUNT_AFTER_S, self._count)
+
+    def _count(self, left_s: float) -> None:
+        if self._lasts is not None:
+            self._lasts()
+        self._then(left_s, DEMOTE_AFTER_S, self._demote)
 
     def _then(self, left_s: float, wait_s: float, action: Callable[[float], None]) -> None:
         """Do something in a while, unless the limit comes first."""

@@ -15,7 +15,7 @@ from typing import Any
 from rstar2_sandbox import keys, protocol
 from rstar2_sandbox.protocol import Call, Outcome, Verification
 
-GATHER_S, GATHER_BUSY_S = 0.003, 0.008
+GATHER_S, GATHER_BUSY_S = 0.003, 0.012
 BUSY_CALLS = 32
 WINDOW_CALLS = 8192
 WINDOW_BYTES = 128 * 2**20

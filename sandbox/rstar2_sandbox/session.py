@@ -72,6 +72,7 @@ class Session:
             fds = [theirs.fileno(), feed.child_fd, *(output.child_fd for output in self._outputs)]
             self._number = job.send(owner, keeper.SESSION, self._limits, fds)
         self._ended = owner.answer()
+        loop.call_later(0.02, self.slot.count_memory, owner)
         feed.finish()
         for output in self._outputs:
             output.release()

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import tempfile
+from concurrent import futures
 
 from rstar2_sandbox import cgroup, jail, keeper
 from rstar2_sandbox.images import BARE, GRADE, INSTEAD, KINDS, MATH, SCIENCE, SQL, Image, KeeperEnd, KeeperGoneError
@@ -40,9 +41,13 @@ class Slot:
         first_uid: the first of its two host user ids.
         tier: one of jail.TIERS.
         images: warm interpreters by kind.
+        threads: for calls to the kernel that take long.
     """
 
-    def __init__(self, name: str, first_uid: int, tier: str, images: dict[str, Image]) -> None:
+    def __init__(
+        self, name: str, first_uid: int, tier: str, images: dict[str, Image], threads: futures.Executor
+    ) -> None:
+        self._threads = threads
         self._folder = os.path.join(tempfile.gettempdir(), name)
         self._uid = first_uid
         self._tier = tier
@@ -98,7 +103,6 @@ class Slot:
                 raise
             return await self.prepare(self._present(kind))
         self._keepers[kind] = found
-        self._memory.join(found.pid)
         test = await self._in(found, kind, keeper.RUN, _SELF_TEST.code.encode(), b"", _SELF_TEST.limits)
         if test.status is not Status.OK or test.stdout != "ready\n":
             self.discard(kind)
@@ -130,7 +134,8 @@ class Slot:
 
     async def _in(self, owner: KeeperEnd, kind: str, what: bytes, code: bytes, stdin: bytes, limits: Limits) -> Outcome:
         self._memory.set_limit(limits.memory_bytes)
-        job = self._job = Job(owner, limits, None if self._tier == jail.NAMESPACES else lambda: self._overfull(kind))
+        overfull = None if self._tier == jail.NAMESPACES else lambda: self._overfull(kind)
+        job = self._job = Job(owner, limits, lambda: self.count_memory(owner), overfull)
         try:
             outcome = await job.run(what, code, stdin)
         except BaseException:
@@ -172,8 +177,14 @@ class Slot:
         return found, self._present(kind)
 
     def limit_memory(self, limit_bytes: int) -> None:
-        """Bound what all processes of the slot hold together, where control groups can be made."""
+        """Bound what all processes of a call hold together, where control groups can be made."""
         self._memory.set_limit(limit_bytes)
+
+    def count_memory(self, owner: KeeperEnd) -> None:
+        """Have what a keeper's call runs counted from now on. In a thread: the kernel takes its time."""
+        if self._memory.works:
+            with contextlib.suppress(RuntimeError):  # the node is ending, and the threads have
+                self._threads.submit(self._memory.join_tree, owner.pid)
 
     def discard(self, kind: str) -> None:
         """Kill the keeper of a kind and with it all that lives in its jail."""
