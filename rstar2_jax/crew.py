@@ -1,21 +1,98 @@
 """The processes of a run over several hosts: one leads, the others do their share of what it is at.
 
-The leader (process 0) drives rollouts, writes metrics and decides; everything that all processes must do together
-(updates, checkpoints, publishing of shards) begins with the leader sharing what is to be done. Alone, sharing is free.
+The leader (process 0) drives rollouts, writes metrics and decides; what all processes must do together (updates,
+publishing of shards, checkpoints) begins with the leader saying what is to be done, and ends when each has done it. A
+run of one process is its own leader, and saying costs it nothing.
 
-Deliberately not here: joining the processes (launch.py), and what they do (train.py).
+Deliberately not here: joining the processes (launch.py), and what is to be done when (train.py).
 """
 
 from __future__ import annotations
 
 import pickle
-from typing import TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from rstar2_jax import settings
+from rstar2_jax.io import checkpoint
+from rstar2_jax.learner import batch, step, update
+from rstar2_jax.types import TrainState
+from rstar2_jax.weights import publish
+
 _T = TypeVar("_T")
+
+
+class Crew:
+    """The learner's state, and what is done to it by all processes together.
+
+    Args:
+        trainer, loss, reference: what updates are made with (see learner/step.py).
+        store: of checkpoints.
+        model: for the names of what is published.
+        weights: root of the weight store.
+        state: at the start, the same in every process.
+    """
+
+    def __init__(
+        self,
+        trainer: update.Learner,
+        loss: settings.Loss,
+        store: checkpoint.Checkpoints,
+        model: settings.Model,
+        weights: str,
+        state: TrainState,
+        reference: Any,
+    ) -> None:
+        self.state = state
+        self._trainer, self._loss, self._store = trainer, loss, store
+        self._model, self._weights, self._reference = model, weights, reference
+
+    def learn(
+        self, work: Sequence[batch.Minibatch], on_progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> step.Metrics:
+        """All optimizer steps of one rollout batch; their metrics."""
+        return self._learn(share(("learn", work))[1], on_progress)
+
+    def publish(self, version: int, in_use: Collection[int]) -> None:
+        """Commit the weights as a version, each process its shards."""
+        self._publish(*share(("publish", (version, set(in_use))))[1])
+
+    def save(self, number: int, record: Mapping[str, Any]) -> None:
+        """A checkpoint of the state and the record."""
+        self._save(*share(("save", (number, dict(record))))[1])
+
+    def dismiss(self, code: int) -> int:
+        """End the others' work with an exit code, which is returned."""
+        return share(("dismiss", code))[1]
+
+    def follow(self) -> int:
+        """Do what the leader says until it dismisses; returns its exit code. For every process but the leader."""
+        while True:
+            what, told = share()
+            if what == "dismiss":
+                return told
+            if what == "learn":
+                self._learn(told, lambda done, total: None)
+            elif what == "publish":
+                self._publish(*told)
+            else:
+                self._save(*told)
+
+    def _learn(self, work: Sequence[batch.Minibatch], on_progress: Callable[[int, int], None]) -> step.Metrics:
+        self.state, told = step.learn(
+            self._trainer, self.state, work, self._loss, reference=self._reference, on_progress=on_progress
+        )
+        return told
+
+    def _publish(self, version: int, in_use: Collection[int]) -> None:
+        publish.publish(self.state.params, self._model, self._weights, version, in_use=in_use)
+
+    def _save(self, number: int, record: Mapping[str, Any]) -> None:
+        self._store.save(number, self.state, dict(record))
 
 
 def leads() -> bool:
@@ -27,7 +104,7 @@ def share(value: _T | None = None) -> _T:
     """The leader's value, in every process. To be called by all of them, in the same order.
 
     Args:
-        value: what the leader has to say: plain values and host arrays; of the others' calls it is ignored. It travels
+        value: what the leader says: plain values and host arrays; of the others' calls it is ignored. It travels
             between the processes of one run only, whose code is one and the same.
     """
     if jax.process_count() == 1:
@@ -35,13 +112,8 @@ def share(value: _T | None = None) -> _T:
         return value
     data = np.frombuffer(pickle.dumps(value) if leads() else b"", np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int64(len(data))))
-    # Whole kilobytes, so that messages of many sizes are compiled few times.
-    padded = np.zeros(_rounded(size), np.uint8)
+    # Sizes of two significant binary digits, so that messages of many lengths are compiled few times.
+    unit = max(1024, 1 << max(0, size.bit_length() - 2))
+    padded = np.zeros(-(-size // unit) * unit, np.uint8)
     padded[: len(data)] = data
     return pickle.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded))[:size].tobytes())
-
-
-def _rounded(size: int) -> int:
-    """The next size with two significant binary digits: at most half more, and few of them."""
-    step = max(1024, 1 << max(0, size.bit_length() - 2))
-    return -(-size // step) * step

@@ -23,16 +23,15 @@ from typing import Any
 
 import jax
 
-from rstar2_jax import begin, settings
+from rstar2_jax import begin, crew, settings
 from rstar2_jax import exam as exams
 from rstar2_jax.algo import roc as roc_rule
 from rstar2_jax.data import prompts
 from rstar2_jax.io import checkpoint, clock, metrics, trajectories
 from rstar2_jax.learner import batch, objective, update
-from rstar2_jax.learner import step as learning
 from rstar2_jax.report import console
 from rstar2_jax.rollout import ahead, groups, statistics, tier
-from rstar2_jax.types import Group, TrainState
+from rstar2_jax.types import Group
 from rstar2_jax.weights import publish
 
 Metrics = dict[str, float | None]
@@ -49,7 +48,6 @@ class AbandonedError(RuntimeError):
 class _Progress:
     """Where the loop stands; a checkpoint holds all of it but the count of abandoned steps."""
 
-    state: TrainState
     step: int
     cursor: int
     carried: tuple[Group, ...]
@@ -66,12 +64,11 @@ class _Desk:
     roc: settings.Roc
     learner: settings.Learner
     task: settings.Task
-    trainer: update.Learner
+    hands: crew.Crew
     source: prompts.Source
     rooms: tier.Tier
     sampler: groups.Sampler
     examiner: exams.Examiner
-    reference: Any
     clock: clock.Clock
     screen: console.Console
 
@@ -110,7 +107,6 @@ def train(
     with contextlib.closing(store):
         begun = begin.begin("train", run, model, trainer, store)
         progress = _Progress(
-            state=begun.state,
             step=begun.step,
             cursor=begun.record.get("cursor", 0),
             carried=tuple(trajectories.group_from_json(value) for value in begun.record.get("carried", [])),
@@ -118,15 +114,19 @@ def train(
         if progress.step >= run.steps:
             print(f"{run.workdir}: all {run.steps} steps are done already")
             return 0
+        held_to = trainer.place(begin.load_params(run.init_from, model, run.seed)) if learner.loss.kl_coef > 0 else None
+        weights = str(Path(run.workdir) / "weights")
+        hands = crew.Crew(trainer, learner.loss, store, model, weights, begun.state, held_to)
+        if not crew.leads():
+            return hands.follow()
         parts = (run, model, task, rollout, roc, learner, exam)
-        return asyncio.run(_train(parts, sandbox, trainer, store, progress))
+        return hands.dismiss(asyncio.run(_train(parts, sandbox, hands, progress)))
 
 
 async def _train(
     parts: tuple[Any, ...],
     sandbox: settings.Sandbox,
-    trainer: update.Learner,
-    store: checkpoint.Checkpoints,
+    hands: crew.Crew,
     progress: _Progress,
 ) -> int:
     run, model, task, rollout, roc, learner, exam = parts
@@ -140,7 +140,6 @@ async def _train(
         screen.note(source.report)
         begin.save_tokenizer(rooms.chat.tokenizer, rooms.chat.template_text, workdir)
         sampler = rooms.sampler(rollout, roc, run.seed)
-        held_to = trainer.place(begin.load_params(run.init_from, model, run.seed)) if learner.loss.kl_coef > 0 else None
         desk = _Desk(
             run=run,
             model=model,
@@ -148,12 +147,11 @@ async def _train(
             roc=roc,
             learner=learner,
             task=task,
-            trainer=trainer,
+            hands=hands,
             source=source,
             rooms=rooms,
             sampler=sampler,
             examiner=exams.open_examiner(exam, rooms, sampler, run.seed),
-            reference=held_to,
             clock=clock.Clock(workdir),
             screen=screen,
         )
@@ -173,7 +171,7 @@ async def _train(
             writer.write(progress.step - 1, told)
             rooms.timeline.flush(progress.step - 1)
             screen.step(progress.step - 1, told)
-            _save_when_due(desk, store, progress, stopping.is_set())
+            _save_when_due(desk, progress, stopping.is_set())
             desk.clock.save()
         return 0 if progress.step >= run.steps else INTERRUPTED
 
@@ -217,7 +215,7 @@ async def _step(desk: _Desk, progress: _Progress, batches: ahead.Ahead) -> Metri
         rows = [] if abandoned else batch.rows(collected.groups, chosen)
         told |= {"learner/trained_rows": float(len(rows))}
     with desk.clock.phase("learn"):
-        learned = await _learn(desk, progress, batch.minibatches(rows, desk.learner))
+        learned = await _learn(desk, batch.minibatches(rows, desk.learner))
         # Of rows sampled under older weights the gap shows the training between, not a fault of the engine.
         stale = bool(told["rollout/staleness_max"])
         told |= {f"stale_{name}" if stale and name.startswith("mismatch/") else name: v for name, v in learned.items()}
@@ -238,24 +236,15 @@ async def _step(desk: _Desk, progress: _Progress, batches: ahead.Ahead) -> Metri
     return told | {"rollout/abandoned": float(abandoned), "reward/grader_disagree": disagreements}
 
 
-async def _learn(desk: _Desk, progress: _Progress, work: Sequence[batch.Minibatch]) -> Metrics:
-    """All updates of one step in place, beside the event loop, which goes on serving rollouts, probes and tools."""
+async def _learn(desk: _Desk, work: Sequence[batch.Minibatch]) -> Metrics:
+    """All updates of one step, beside the event loop, which goes on serving rollouts, probes and tools."""
     loop = asyncio.get_running_loop()
 
     def report(done: int, total: int) -> None:
         loop.call_soon_threadsafe(desk.screen.progress, "learn", done, total)
 
     with desk.rooms.timeline.span("learn"):
-        progress.state, learned = await asyncio.to_thread(
-            learning.learn,
-            desk.trainer,
-            progress.state,
-            work,
-            desk.learner.loss,
-            reference=desk.reference,
-            on_progress=report,
-        )
-    return learned
+        return await asyncio.to_thread(desk.hands.learn, work, report)
 
 
 def _log(desk: _Desk, step: int, collected: groups.Collection, chosen: batch.Selection | None) -> None:
@@ -288,12 +277,11 @@ def _judge(desk: _Desk, step: int, told: Metrics) -> Metrics:
 
 async def _publish(desk: _Desk, progress: _Progress) -> None:
     """Commit the weights as version = step and let the engine fetch them: one path for one machine and for many."""
-    in_use = desk.rooms.engine.versions_in_use
-    publish.publish(progress.state.params, desk.model, desk.weights, progress.step, in_use=in_use)
+    desk.hands.publish(progress.step, desk.rooms.engine.versions_in_use)
     await desk.sampler.engine.update_weights(desk.weights, progress.step)
 
 
-def _save_when_due(desk: _Desk, store: checkpoint.Checkpoints, progress: _Progress, stopping: bool) -> None:
+def _save_when_due(desk: _Desk, progress: _Progress, stopping: bool) -> None:
     last = progress.step >= desk.run.steps
     if not (last or stopping or progress.step % desk.run.save_every_steps == 0):
         return
@@ -306,7 +294,7 @@ def _save_when_due(desk: _Desk, store: checkpoint.Checkpoints, progress: _Progre
             "source": desk.task.source,
             "grader_rules": desk.rooms.rules,
         }
-        store.save(progress.step, progress.state, record)
+        desk.hands.save(progress.step, record)
 
 
 def _stop_on_signals() -> asyncio.Event:
