@@ -59,12 +59,14 @@ class Bench:
         open: gives an engine with version 0, idle and not paused.
         params: the learner's parameters of each version of the store.
         logprob_atol: largest difference from the learner's log-probabilities.
+        long_tokens: new ids of a request that is to be still running when the test acts.
     """
 
     open: Callable[[], contextlib.AbstractAsyncContextManager[RolloutEngine]]
     store: str
     params: dict[int, Any]
     logprob_atol: float = 1e-4
+    long_tokens: int = 200
 
     def run(self, use):
         """What `use(engine)` returns, on an engine that is closed afterwards."""

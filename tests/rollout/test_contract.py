@@ -32,7 +32,7 @@ def bench(request, weights, real_servers, tmp_path_factory):
     else:
         server = real_servers(2 if "two" in request.param else 1)
         opener = engines.over_http(server.url, weights.store)
-        yield engines.Bench(open=opener, store=weights.store, params=weights.params)
+        yield engines.Bench(open=opener, store=weights.store, params=weights.params, long_tokens=60)
 
 
 def close_to_learner(bench, prompt, generation, version=0):
@@ -68,9 +68,11 @@ async def idle(engine):
     await until(empty, "an idle engine")
 
 
-def start(engine, count, new=200):
+def start(bench, engine, count):
     """Requests that take a while, started."""
-    requests = [request(seed, prompt=[seed + 1] * 5, new=new, rid=f"long-{seed}") for seed in range(count)]
+    requests = [
+        request(seed, prompt=[seed + 1] * 5, new=bench.long_tokens, rid=f"long-{seed}") for seed in range(count)
+    ]
     return requests, [asyncio.ensure_future(engine.generate(r)) for r in requests]
 
 
@@ -180,23 +182,23 @@ def test_scores_are_the_learners_log_probabilities(bench):
 
 def test_an_aborted_request_gives_the_ids_that_it_has_and_the_others_go_on(bench):
     async def use(engine):
-        requests, tasks = start(engine, 3)
+        requests, tasks = start(bench, engine, 3)
         await running(engine, 3)
         await engine.abort("nobody")
         await engine.abort("long-1")
         return requests, await asyncio.gather(*tasks)
 
     requests, (first, aborted, third) = bench.run(use)
-    assert aborted.finish_reason is FinishReason.ABORT and len(aborted.token_ids) < 200
+    assert aborted.finish_reason is FinishReason.ABORT and len(aborted.token_ids) < bench.long_tokens
     assert len(aborted.token_ids) == len(aborted.logprobs) == len(aborted.weights_versions)
     if len(aborted.token_ids):
         close_to_learner(bench, requests[1].prompt_ids, aborted)
-    assert [len(g.token_ids) for g in (first, third)] == [200, 200]
+    assert [len(g.token_ids) for g in (first, third)] == [bench.long_tokens] * 2
 
 
 def test_aborting_all_ends_all(bench):
     async def use(engine):
-        _, tasks = start(engine, 3)
+        _, tasks = start(bench, engine, 3)
         await running(engine, 3)
         await engine.abort()
         ended = await asyncio.gather(*tasks)
@@ -209,7 +211,7 @@ def test_aborting_all_ends_all(bench):
 
 def test_a_cancelled_request_frees_its_place(bench):
     async def use(engine):
-        _, tasks = start(engine, 3)
+        _, tasks = start(bench, engine, 3)
         await running(engine, 3)
         for task in tasks:
             task.cancel()
@@ -224,7 +226,7 @@ def test_a_cancelled_request_frees_its_place(bench):
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_pause_holds_requests_in_flight_and_new_ones_until_it_is_resumed(bench, mode):
     async def use(engine):
-        requests, tasks = start(engine, 2)
+        requests, tasks = start(bench, engine, 2)
         await running(engine, 2)
         await engine.pause(mode)
         late = asyncio.ensure_future(engine.generate(request(9, rid="late")))
@@ -240,14 +242,14 @@ def test_a_pause_holds_requests_in_flight_and_new_ones_until_it_is_resumed(bench
 
     requests, ended, late = bench.run(use)
     for r, g in zip(requests, ended, strict=True):
-        assert g.finish_reason is FinishReason.LENGTH and len(g.token_ids) == 200
+        assert g.finish_reason is FinishReason.LENGTH and len(g.token_ids) == bench.long_tokens
         close_to_learner(bench, r.prompt_ids, g)
     assert len(late.token_ids) == 12
 
 
 def test_a_pause_that_aborts_ends_requests_in_flight_and_holds_new_ones(bench):
     async def use(engine):
-        _, tasks = start(engine, 2)
+        _, tasks = start(bench, engine, 2)
         await running(engine, 2)
         await engine.pause("abort")
         ended = await asyncio.gather(*tasks)
@@ -289,7 +291,7 @@ def test_an_update_changes_what_is_sampled_and_the_version_says_so(bench):
 @pytest.mark.parametrize("paused", [False, True], ids=["while running", "while paused"])
 def test_requests_in_flight_go_on_under_new_weights_and_every_id_carries_its_version(bench, paused):
     async def use(engine):
-        requests, tasks = start(engine, 2)
+        requests, tasks = start(bench, engine, 2)
         await running(engine, 2)
 
         async def some_ids():
@@ -307,7 +309,7 @@ def test_requests_in_flight_go_on_under_new_weights_and_every_id_carries_its_ver
     requests, ended, spans = bench.run(use)
     for r, g in zip(requests, ended, strict=True):
         versions = g.weights_versions
-        assert len(g.token_ids) == 200 and np.all(np.diff(versions) >= 0)
+        assert len(g.token_ids) == bench.long_tokens and np.all(np.diff(versions) >= 0)
         if not spans:
             continue
         assert set(versions.tolist()) == {0, 1}
@@ -350,7 +352,7 @@ def test_verifying_tells_the_weights_in_use_from_others(bench):
 def test_load_counts_what_runs_and_what_the_cache_holds(bench):
     async def use(engine):
         before = await engine.load()
-        _, tasks = start(engine, 2)
+        _, tasks = start(bench, engine, 2)
         during = await running(engine, 2)
         await engine.abort()
         await asyncio.gather(*tasks)
