@@ -93,28 +93,31 @@ def traces(prompts: int, samples: int, seed: int, budget: int) -> list[Trace]:
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """A rollout in the simulation."""
+    """A rollout in the simulation. While it runs, its tokens are those at `joined` plus the engine's progress since."""
 
     trace: Trace
     turn: int = 0
     done_in_turn: float = 0.0
     context: float = 0.0  # tokens that it has, cached or not
     cached: float = 0.0
+    joined: float = 0.0  # the engine's progress when it started to run
     entry: balance.Rollout | None = None
 
 
 class Engine:
-    """Rows that decode in step. Between two of its events nothing changes but their common progress."""
+    """Rows that decode in step: `progress` counts the tokens that a row running from the start would have."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.now_s = 0.0
-        self.running: list[Row] = []
-        self.cached_running = self.cached_resting = 0.0  # the sums over the rows, kept as they change
+        self.now_s = self.progress = 0.0
+        self.running: dict[str, Row] = {}
+        self.ends: list[tuple[float, int, Row]] = []  # (progress at which its turn ends, tie, row)
+        self.tie = itertools.count()
         self.waiting: collections.deque[Row] = collections.deque()
         self.resting: dict[str, Row] = {}  # tools run, pages stay
+        self.cached_running = self.cached_resting = 0.0  # the sums over the rows, kept as they change
         self.prefill_s = 0.0
-        self.recomputed = self.sampled = 0.0
+        self.recomputed = 0.0
         self.evictions = 0
 
     @property
@@ -133,21 +136,19 @@ class Engine:
         self.prefill_s -= used
         if self.running and spent > used:
             tokens = (spent - used) / self.step_s()
-            for row in self.running:
-                row.done_in_turn += tokens
-                row.context += tokens
-                row.cached += tokens
+            self.progress += tokens
             self.cached_running += tokens * len(self.running)
-            self.sampled += tokens * len(self.running)
         self.now_s = until_s
 
     def next_event_s(self) -> float:
         """When a row ends its turn or the memory is full, whichever comes first."""
-        if not self.running:
+        while self.ends and not self._is_current(*self.ends[0]):
+            heapq.heappop(self.ends)
+        if not self.ends:
             return float("inf")
-        left = min(row.trace.turns[row.turn] - row.done_in_turn for row in self.running)
         room = max(0.0, self.machine.kv_tokens - self.held) / len(self.running)
-        return self.now_s + self.prefill_s + max(0.0, min(left, room + 1.0)) * self.step_s()
+        left = max(0.0, min(self.ends[0][0] - self.progress, room + 1.0))
+        return self.now_s + self.prefill_s + left * self.step_s()
 
     def add(self, row: Row) -> None:
         """A turn arrives."""
@@ -165,9 +166,20 @@ class Engine:
                 return
             self.waiting.popleft()
             self.prefill_s += missing / self.machine.prefill_tokens_per_s
-            row.cached = row.context
+            row.cached, row.joined = row.context, self.progress
             self.cached_running += row.cached
-            self.running.append(row)
+            self.running[row.trace.name] = row
+            heapq.heappush(self.ends, (self._end_of(row), next(self.tie), row))
+
+    def ended(self) -> list[Row]:
+        """Rows whose turn is done, taken off."""
+        done = []
+        while self.ends and self.ends[0][0] <= self.progress + 1e-6:
+            end, tie, row = heapq.heappop(self.ends)
+            if self._is_current(end, tie, row):
+                self._leave(row)
+                done.append(row)
+        return done
 
     def relieve(self) -> None:
         """Evict the latest rows while the memory is over-full; rows whose tools run lose their pages first."""
@@ -176,12 +188,26 @@ class Engine:
                 _, row = self.resting.popitem()
                 self.cached_resting -= row.cached
             else:
-                row = self.running.pop()
-                self.cached_running -= row.cached
+                row = next(reversed(self.running.values()))
+                self._leave(row)
                 self.waiting.appendleft(row)
             self.evictions += 1
             self.recomputed += row.cached
             row.cached = 0.0
+
+    def _end_of(self, row: Row) -> float:
+        return row.joined + row.trace.turns[row.turn] - row.done_in_turn
+
+    def _is_current(self, end: float, tie: int, row: Row) -> bool:
+        return self.running.get(row.trace.name) is row and self._end_of(row) == end
+
+    def _leave(self, row: Row) -> None:
+        del self.running[row.trace.name]
+        grown = self.progress - row.joined
+        row.done_in_turn += grown
+        row.context += grown
+        row.cached += grown
+        self.cached_running -= row.cached
 
 
 # Quantile and order of the pool; the oracle's rollouts come in the order of their true lengths and reserve just them.
@@ -242,9 +268,7 @@ class Simulation:
 
     def _end_turns(self, engine: Engine) -> int:
         ended = 0
-        for row in [r for r in engine.running if r.done_in_turn >= r.trace.turns[r.turn] - 1e-6]:
-            engine.running.remove(row)
-            engine.cached_running -= row.cached
+        for row in engine.ended():
             last = row.turn + 1 == len(row.trace.turns)
             wait_s, row.done_in_turn, row.turn = row.trace.tools_s[row.turn], 0.0, row.turn + 1
             if last:
