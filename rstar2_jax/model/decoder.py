@@ -110,12 +110,12 @@ class Attention(nn.Module):
         """(output, cache, window) of one token a row after its key and value are written."""
         q, k, v = (part[:, 0] for part in self._project(x[:, None], angles))
         positions, tables = places
-        cache = pages.write(cache[0], cache[1], k, v, positions, tables)
+        keys, values = cache = pages.write(cache[0], cache[1], k, v, positions, tables)
         if window is None:
-            out = pages.attention(q, *cache, positions, tables)
+            out = pages.attention(q, keys, values, positions, tables)
         else:
-            window = pages.write_in_windows(*window, k, v, positions)
-            out = pages.attention_in_windows(q, *window, positions)
+            keys, values = window = pages.write_in_windows(window[0], window[1], k, v, positions)
+            out = pages.attention_in_windows(q, keys, values, positions)
         return self.o(out.reshape(x.shape[0], -1)), cache, window
 
 
