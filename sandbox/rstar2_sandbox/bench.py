@@ -23,6 +23,7 @@ from rstar2_sandbox.protocol import Execution, Limits, Outcome, Status
 OUTSTANDING = 64
 LOOP = "while True: pass"
 LOOP_S = 5.0
+REPORTED_S = 2.5  # until the nodes' reports hold what has ended
 
 
 class Load:
@@ -80,6 +81,7 @@ class Load:
         """Submit so many calls at once; every one must be answered with its own number, and be run once."""
         server = connect(self._url)
         limits = Limits(queue_s=3600.0)
+        await asyncio.sleep(REPORTED_S)
         before = await self._executed(server)
         with contextlib.suppress(
             redis.exceptions.ResponseError
@@ -91,7 +93,7 @@ class Load:
             outcomes = await asyncio.gather(*(caller.execute(program) for program in programs))
         took_s = time.monotonic() - started
         right = sum(outcome.stdout == f"{number}\n" for number, outcome in enumerate(outcomes))
-        await asyncio.sleep(2.5)  # the nodes' next report
+        await asyncio.sleep(REPORTED_S)
         executed = await self._executed(server) - before
         memory = await server.info("memory")
         await server.aclose()
