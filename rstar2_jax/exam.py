@@ -19,6 +19,7 @@ from rstar2_jax.report import console, divergence, evaluation
 from rstar2_jax.rollout import groups, tier
 from rstar2_jax.types import Prompt, Trajectory, Verdict
 
+_OWN_SEED = 715_827_883
 _MOST_UNSCORED = 0.01  # as in evaluate.py: above it a fault of ours would show as a number
 
 
@@ -59,9 +60,9 @@ def open_examiner(exam: settings.Exam, rooms: tier.Tier, sampler: groups.Sampler
     distinct = list({problem.question: problem for problem in problems}.values())
     ask.refuse_long(exam.task.source, distinct, rooms.prompt_tokens, sampler.rollout.max_prompt_tokens)
     asked = dataclasses.replace(sampler.rollout, group_size=exam.samples, oversample=exam.samples)
-    return Examiner(
-        every_steps=exam.every_steps, problems=distinct, sampler=dataclasses.replace(sampler, rollout=asked)
-    )
+    # Seeds of its own: a problem of the exam may carry the id of a training problem.
+    own = dataclasses.replace(sampler, rollout=asked, seed=(sampler.seed + _OWN_SEED) % 2**31)
+    return Examiner(every_steps=exam.every_steps, problems=distinct, sampler=own)
 
 
 def alarm(workdir: Path, step: int, told: Mapping[str, float | None]) -> str | None:

@@ -256,15 +256,15 @@ class Balancer:
             self._engines[rollout.engine].reserve(rollout, max(rollout.reserved_tokens, least))
 
     def release(self, rollout: Rollout, *, ended: bool) -> None:
-        """Take a rollout off its engine, or out of the queue; a second call has no effect.
+        """Take a rollout off its engine, or out of the queue.
 
         Args:
             ended: it is done, and its length says something about the others'.
         """
         if rollout.engine is None:
             self._queue.remove(rollout)
-            return
-        self._engines[rollout.engine].drop(rollout)
+        else:
+            self._engines[rollout.engine].drop(rollout)
         rollout.engine = None
         if ended:
             self._queue.learn(rollout)

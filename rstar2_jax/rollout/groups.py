@@ -165,7 +165,7 @@ async def sample_group(
     async def one(index: int) -> tuple[Trajectory, quality.Penalties, list[agent.Fault]]:
         faults: list[agent.Fault] = []
         async with sampler.engine.seat(
-            f"{step}/{prompt.id}/{index}",
+            f"{sampler.seed}/{step}/{prompt.id}/{index}",
             family=prompt.id,
             prompt_tokens=len(sampler.chat.prompt_ids(prompt.question)),
             budget_tokens=sampler.rollout.max_response_tokens,

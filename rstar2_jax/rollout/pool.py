@@ -28,6 +28,7 @@ from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Load, Pause
 
 _MOST_STRIKES = 3  # failed turns or unanswered probes in a row
 _FEWEST_PROBE_S = 1.0
+_MOST_AWAY_S = 300.0
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -74,6 +75,7 @@ class Pool:
         self._quiet = 0  # updates and pauses under way: engines owe no progress meanwhile
         self._strikes = [0] * len(engines)
         self._turns = [0] * len(engines)
+        self._away_s, self._away_until_s = [0.0] * len(engines), [0.0] * len(engines)
         self._last_up_s = 0.0
 
     @property
@@ -183,13 +185,22 @@ class Pool:
     async def update_weights(self, root: str, version: int) -> None:
         """Bring every engine in service to the version; one that cannot follow is taken down.
 
+        Where none could, an engine that comes back with the version in time will do.
+
         Raises:
             EngineError: none could follow; names the first reason.
         """
         self._weights = root, version
+        self._look_after()
         self._quiet += 1
         try:
             await self._each(lambda engine: engine.update_weights(root, version), rolling=self._policy.rolling)
+        except EngineError:
+            deadline_s = asyncio.get_running_loop().time() + self._policy.progress_s
+            while not self._balancer.up:
+                if not self._watchers or asyncio.get_running_loop().time() > deadline_s:
+                    raise
+                await asyncio.sleep(self._policy.probe_s / 4)
         finally:
             self._quiet -= 1
 
@@ -221,18 +232,23 @@ class Pool:
             return
         self._turns[index] += 1
         self._strikes[index] = 0
+        self._away_s[index] = 0.0
         self._balancer.grow(seat.rollout, used_tokens)
         if not self._policy.keep_place:
             self._balancer.release(seat.rollout, ended=False)
             seat.lose_place(queued=False)
             self._place()
 
-    async def turn_failed(self, index: int, error: EngineError) -> None:
-        """A turn has failed at an engine, which is taken down unless it answers and has failed few times in a row."""
+    async def turn_failed(self, index: int, error: EngineError) -> bool:
+        """A turn has failed at an engine, which is taken down unless it answers and has failed few times in a row.
+
+        Returns whether it is down: then it was the engine's fault and not the turn's.
+        """
         self._strikes[index] += 1
         alive = await watch.answers(self._engines[index], self._limit_s())
         if not alive or self._strikes[index] >= _MOST_STRIKES:
             self._take_down(index, str(error))
+        return index not in self._balancer.up
 
     # Engines come and go.
 
@@ -240,6 +256,9 @@ class Pool:
         if index not in self._balancer.up:
             return
         self._last_up_s = asyncio.get_running_loop().time()
+        # One that comes back and fails again, without a good turn in between, stays away twice as long each time.
+        self._away_until_s[index] = self._last_up_s + self._away_s[index]
+        self._away_s[index] = min(_MOST_AWAY_S, max(self._policy.probe_s, 2 * self._away_s[index]))
         moved = self._balancer.take_down(index)
         self._strikes[index] = 0
         self.counts.taken_down += 1
@@ -258,13 +277,16 @@ class Pool:
         if self._policy.probe_s == 0 or waited > self._policy.progress_s:
             error = EngineError(f"none of {len(self._engines)} engines is in service since {waited:.0f} s")
             for seat in self._seats.values():
-                seat.fail(error)
+                if seat.rollout.engine is None:
+                    seat.fail(error)
 
     async def _bring_back(self, index: int) -> None:
         engine = self._engines[index]
+        given: tuple[str, int] | None = None
         try:
-            if self._weights is not None:
-                await engine.update_weights(*self._weights)
+            while given != self._weights and self._weights is not None:  # newer ones may come while it takes these
+                given = self._weights
+                await engine.update_weights(*given)
         except EngineError as error:
             self._report(f"! engine {engine.caps.name} answers again, but does not take weights: {error}")
             return
@@ -321,7 +343,7 @@ class Pool:
             answers = await watch.answers(engine, self._limit_s())
             silent = 0 if answers else silent + 1
             if index not in self._balancer.up:
-                if answers:
+                if answers and asyncio.get_running_loop().time() >= self._away_until_s[index]:
                     progress = watch.Progress(self._policy.progress_s)
                     await self._bring_back(index)
                 elif not self._balancer.up:

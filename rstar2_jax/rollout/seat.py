@@ -31,7 +31,7 @@ class Pool(Protocol):
 
     def turn_done(self, seat: Seat, used_tokens: int) -> None: ...
 
-    async def turn_failed(self, index: int, error: EngineError) -> None: ...
+    async def turn_failed(self, index: int, error: EngineError) -> bool: ...
 
 
 class Seat:
@@ -80,7 +80,8 @@ class Seat:
             EngineError: several attempts failed, or no engine is left.
         """
         last: EngineError | None = None
-        for _ in range(_MOST_ATTEMPTS):
+        failed = 0
+        while failed < _MOST_ATTEMPTS:
             await self.ready()
             index = self._index
             assert index is not None
@@ -89,14 +90,13 @@ class Seat:
                     generation = await self._attempt(self._pool.engine(index), request)
             except EngineError as error:
                 last = error
-                await self._pool.turn_failed(index, error)
+                failed += not await self._pool.turn_failed(index, error)
                 continue
             if generation is not None:
                 before = len(request.prompt_ids) - self.rollout.prompt_tokens
                 self._pool.turn_done(self, before + len(generation.token_ids))
                 return generation
-        reason = last or "its engines were taken down"
-        raise EngineError(f"request {request.rid} failed {_MOST_ATTEMPTS} times, at last: {reason}") from last
+        raise EngineError(f"request {request.rid} failed {_MOST_ATTEMPTS} times, at last: {last}") from last
 
     async def _attempt(self, engine: RolloutEngine, request: Request) -> Generation | None:
         """What the engine samples; None when the place was lost meanwhile."""
@@ -121,7 +121,7 @@ class Seat:
 
     def sit(self, index: int) -> None:
         """Take a place."""
-        self._index, self._queued = index, False
+        self._index, self._queued, self._failure = index, False, None
         self._changed.set()
 
     def lose_place(self, *, queued: bool) -> None:

@@ -187,6 +187,8 @@ class SglangEngine:
             info = await self._get("/model_info")
         except EngineError:
             return False
+        if not isinstance(info, dict):  # something else answers at that address
+            return False
         if not self._update_lock.locked():
             self._version = wire.version_number(info.get("weight_version"))
         return True

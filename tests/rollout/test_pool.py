@@ -215,6 +215,74 @@ def test_an_engine_that_comes_back_gets_the_current_weights_before_any_rollout()
     assert replicas[0].served and lines[-1] == "engine a is back with weights 2"
 
 
+def test_an_engine_that_comes_back_during_an_update_takes_the_newest_weights_before_it_serves():
+    class Slow(Replica):
+        slow_s = 0.0
+
+        async def update_weights(self, root, version):
+            await asyncio.sleep(self.slow_s)
+            await super().update_weights(root, version)
+
+    replicas = [Slow("a"), Slow("b")]
+
+    async def act(engines):
+        await engines.update_weights("store", 1)
+        replicas[0].dead = True
+        await engines.update_weights("store", 2)
+        replicas[0].dead, replicas[0].slow_s = False, 0.15
+        await many(engines, count=2)
+        await asyncio.sleep(0.05)  # it is taking version 2 now
+        await engines.update_weights("store", 3)
+        while "a" not in engines.up:
+            await asyncio.sleep(0.01)
+        return [replica.weights_version for replica in replicas]
+
+    assert drive(replicas, FAST, act)[0] == [3, 3]
+
+
+def test_an_update_waits_for_the_only_engine_to_come_back_with_the_version():
+    replica = Replica("a")
+
+    async def act(engines):
+        await engines.update_weights("store", 1)
+        replica.dead = True
+        asyncio.get_running_loop().call_later(0.1, lambda: setattr(replica, "dead", False))
+        await engines.update_weights("store", 2)
+        return engines.up, replica.weights_version
+
+    assert drive([replica], dataclasses.replace(FAST, progress_s=5.0), act)[0] == (["a"], 2)
+    replica.dead = True
+    with pytest.raises(engine.EngineError, match="none of 1 engines could"):
+        drive([replica], FAST, lambda engines: engines.update_weights("store", 3))
+
+
+def test_an_engine_that_answers_and_fails_every_turn_costs_no_rollout_and_stays_away_longer_each_time():
+    replicas = [Replica("bad"), Replica("good", kv_tokens=32)]
+
+    async def act(engines):
+        replicas[0].fails = 10**6
+        return await many(engines, count=48)
+
+    results, engines, _ = drive(replicas, FAST, act)
+    assert results == all_expected(48)
+    assert engines.counts.taken_down <= 8
+
+
+def test_a_short_absence_of_all_engines_is_forgotten_by_those_that_were_seated():
+    replica = Replica("a", kv_tokens=64)
+
+    async def act(engines):
+        async with engines.seat("x", family="", prompt_tokens=4, budget_tokens=12) as seat:
+            await seat.ready()
+            seat.fail(engine.EngineError("once"))
+            seat.sit(0)
+            seat.lose_place(queued=False)
+            await seat.ready()
+            return await seat.generate(request(0))
+
+    assert drive([replica], STILL, act)[0].token_ids.tolist() == expected(0, 1)
+
+
 def test_an_engine_that_lives_but_takes_no_weights_stays_out():
     replicas = [Replica("a"), Replica("b")]
 
