@@ -135,6 +135,10 @@ def prepare_environment(dry_run: bool) -> None:
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache / "rstar2_jax" / "xla"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+    if os.environ.get("JAX_COORDINATOR_ADDRESS") and not dry_run:
+        raise gin_source.ConfigError(
+            "JAX_COORDINATOR_ADDRESS is set, but processes are not joined yet: each would train alone; unset it"
+        )
     if dry_run:
         os.environ["JAX_PLATFORMS"] = "cpu"
 
