@@ -65,6 +65,7 @@ class Answers:
         self._finish = server.register_script(_FINISH)
         self._busy = busy
         self._waiters: dict[str, list[tuple[Entry, str]]] = {}
+        self._unwritten: dict[str, str] = {}
         self._results: list[list[str | int]] = []
         self._acks: list[str] = []
         self._held: set[tuple[str, str]] = set()
@@ -84,11 +85,16 @@ class Answers:
         waiters.append((entry, channel))
         return len(waiters) == 1
 
+    def unwritten(self, name: str) -> str | None:
+        """The result under a key that was given here and that Redis does not have yet."""
+        return self._unwritten.get(name)
+
     def give(self, name: str, payload: str, ttl_s: int) -> None:
         """The result under a key: whoever waits for it is told, and entries without open calls are acknowledged."""
         waiters = self._waiters.pop(name, [])
         channels = {channel for _, channel in waiters}
         self._results.append([name, ttl_s, payload, len(channels), *channels])
+        self._unwritten[name] = payload
         for entry, _ in waiters:
             entry.left -= 1
             if entry.left == 0:
@@ -119,6 +125,8 @@ class Answers:
                 flat = [part for result in results for part in result]
                 await self._finish(args=[keys.GROUP, len(results), *flat, *acks])
                 self._held.difference_update(zip(acks[::2], acks[1::2], strict=True))
+                for result in results:
+                    self._unwritten.pop(str(result[0]), None)
                 return
             except LOST as error:
                 logger.warning("%d results wait for Redis: %s", len(results), error)

@@ -67,6 +67,7 @@ class Client:
         self._missing: dict[str, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._resync = asyncio.Event()
+        self._doubtful: list[Pending] = []
         self._ready: asyncio.Event = asyncio.Event()
         self._closed = False
         self._fault = "not connected yet"
@@ -256,6 +257,8 @@ class Client:
             await self._redis.set(keys.epoch(self.run), self.epoch)
         self._outbox.epoch = self.epoch
         self._fault = ""
+        # Written over an earlier connection, so perhaps lost with it. What is written from now on is not.
+        self._doubtful = [pending for pending in self._pending.values() if pending.sent]
         self._ready.set()
 
     def _lose(self, error: BaseException) -> None:
@@ -293,18 +296,17 @@ class Client:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SWEEP_S):
                     await self._resync.wait()
-            again = self._resync.is_set()
             self._resync.clear()
             try:
-                await self._read_back(again)
+                await self._read_back()
                 await self._measure_capacity()
             except LOST as error:
                 self._lose(error)
-                if again:
+                if self._doubtful:
                     self._resync.set()
                 await asyncio.sleep(0.05)
 
-    async def _read_back(self, again: bool) -> None:
+    async def _read_back(self) -> None:
         waiting = [pending for pending in self._pending.values() if pending.sent]
         for start in range(0, len(waiting), 512):
             part = waiting[start : start + 512]
@@ -312,8 +314,8 @@ class Client:
             for value in values:
                 if value is not None:
                     self._take(value, many=False)
-        if again:
-            self._outbox.push_again([pending for pending in waiting if not pending.future.done()])
+        doubtful, self._doubtful = self._doubtful, []
+        self._outbox.push_again([pending for pending in doubtful if pending.sent and not pending.future.done()])
 
     async def _measure_capacity(self) -> None:
         """Learn which nodes are alive; end the calls that only a dead one could have answered."""

@@ -219,23 +219,43 @@ class Node:
                 await self._redis.zrem(keys.nodes(), member)
 
     async def _admit(self, lane: Lane, entries: list[tuple[Entry, list[Call]]]) -> None:
-        """Queue the calls of entries that still need doing; answer the others at once."""
-        calls = [call for _, part in entries for call in part]
-        names = [keys.result(call.run, call.key) for call in calls]
-        runs = sorted({call.run for call in calls})
-        values = await self._redis.mget(names + [keys.epoch(run) for run in runs])
-        self._epochs |= {run: int(epoch or 0) for run, epoch in zip(runs, values[len(calls) :], strict=True)}
-        known = dict(zip(names, values, strict=False))
+        """Queue the calls of entries that still need doing; answer the others at once.
+
+        They are expected before Redis is asked, so that a result which is given meanwhile, or not written yet, is not
+        missed, and no call that came twice is done twice.
+        """
+        fresh = []
         for entry, part in entries:
             self._answers.hold(entry)
             for call in part:
                 name = keys.result(call.run, call.key)
                 first = self._answers.expect(name, entry, call.reply)
-                if known[name] is not None:
-                    self._answers.give(name, known[name].decode(), protocol.RESULT_TTL_S)
-                elif first and not self._settle(call):
-                    lane.backlog.push(call)
+                payload = self._answers.unwritten(name)
+                if payload is not None:
+                    self._answers.give(name, payload, protocol.result_ttl_s(payload))
+                elif first:
+                    fresh.append(call)
+        for call, payload in zip(fresh, await self._known(fresh), strict=True):
+            if payload is not None:
+                self._answers.give(keys.result(call.run, call.key), payload.decode(), protocol.RESULT_TTL_S)
+            elif not self._settle(call):
+                lane.backlog.push(call)
         lane.signal()
+
+    async def _known(self, calls: list[Call]) -> list[bytes | None]:
+        """Results that calls had before, and on the way their runs' epochs; asked until Redis answers."""
+        runs = sorted({call.run for call in calls})
+        names = [keys.result(call.run, call.key) for call in calls] + [keys.epoch(run) for run in runs]
+        while names:
+            try:
+                values = await self._redis.mget(names)
+            except LOST as error:
+                logger.warning("%d calls wait for Redis: %s", len(calls), error)
+                await asyncio.sleep(0.1)
+                continue
+            self._epochs |= {run: int(epoch or 0) for run, epoch in zip(runs, values[len(calls) :], strict=True)}
+            return values[: len(calls)]
+        return []
 
     def _settle(self, call: Call) -> bool:
         """Answer a verification that needs no process, so that it waits behind none that does."""

@@ -164,7 +164,10 @@ def test_the_age_of_the_queue_is_that_of_its_oldest_call(sandbox):
     async def scene():
         async with client.Client(sandbox.redis_url, run="age") as caller:
             slow = Execution(code="import time\ntime.sleep(1.5)")
-            tasks = [asyncio.create_task(caller.execute(slow)) for _ in range(12)]
+            # More than a node ever holds ahead, so that none of those after them is taken.
+            tasks = [asyncio.create_task(caller.execute(slow)) for _ in range(2 + fair.MAX_AHEAD)]
+            await asyncio.sleep(0.2)
+            tasks += [asyncio.create_task(caller.execute(slow)) for _ in range(12)]
             await asyncio.sleep(1.2)
             cluster = await metrics.look(caller._redis)
             await caller.advance_epoch()

@@ -1,6 +1,7 @@
 """Client, Redis and node together: order, identity, limits, back-pressure, and what is left behind."""
 
 import asyncio
+import dataclasses
 import gc
 import os
 import threading
@@ -10,7 +11,7 @@ import pytest
 import redis
 
 from rstar2_sandbox import client, keys, local, protocol
-from rstar2_sandbox.protocol import Execution, Limits, Status, Verdict
+from rstar2_sandbox.protocol import Call, Execution, Limits, Status, Verdict
 
 HALF = rb'[["\ud800","k",0,"execute","c",1e12,{},0]]'
 
@@ -296,3 +297,38 @@ def test_the_limits_of_the_protocol_hold_at_the_client(sandbox):
     talk(sandbox, conversation)
     with pytest.raises(ValueError, match="run"):
         client.Client(sandbox.redis_url, run="")
+
+
+def test_the_first_call_of_a_client_is_written_once(sandbox):
+    async def conversation(caller):
+        await caller.execute(program("print(1)"))
+        return caller.run
+
+    runs = [talk(sandbox, conversation, run=f"once-{number}") for number in range(10)]
+    with redis.Redis.from_url(sandbox.redis_url) as server:
+        assert [server.xinfo_stream(keys.stream(keys.EXECUTE, run))["entries-added"] for run in runs] == [1] * 10
+
+
+def test_a_call_that_comes_again_at_any_moment_is_not_done_again(sandbox):
+    """Also in the milliseconds in which its result is on the way to Redis: each cell counts how often it ran."""
+    count = Execution(code="n = globals().get('n', 0) + 1\nn", session="count", limits=Limits(wall_s=15))
+
+    async def conversation(caller):
+        first = await caller.execute(count)
+        stream, last = keys.at_node(first.at), ""
+        for number in range(80):
+            key = f"cell-{number}"
+            call = Call(
+                run="queue", key=key, epoch=0, lane=keys.SESSION, reply="nobody", expires=time.time() + 30,
+                body=protocol.execution_body(dataclasses.replace(count, key=key)),
+            )  # fmt: skip
+            for _ in range(2):
+                await caller._redis.xadd(stream, {"calls": protocol.encode_calls([call])})
+                await asyncio.sleep(number * 1e-4)
+            while (result := await caller._redis.get(keys.result("queue", key))) is None:
+                await asyncio.sleep(0.002)
+            last = protocol.decode_result(result)[1].stdout
+        await caller.end_session("count")
+        return last
+
+    assert talk(sandbox, conversation) == "81\n"
