@@ -111,6 +111,8 @@ class Task:
         families: names of generated families; empty means all that the source trains on.
         tokenizer: `box` for the built-in one, or a folder that holds tokenizer.json.
         template: `rstar2`, `box`, or a path to a jinja file or to a folder that ships one.
+        tools: what the model may call, each at most once: `python` (every call starts afresh), `session` (Python that
+            keeps what earlier calls of the trajectory defined), `octave` and `sql`.
         tool_name: name under which the Python tool is offered.
     """
 
@@ -120,12 +122,17 @@ class Task:
     families: tuple[str, ...] = ()
     tokenizer: str
     template: str = "rstar2"
+    tools: tuple[str, ...] = ("python",)
     tool_name: str = "execute_python_code_with_standard_io"
 
     def __post_init__(self) -> None:
         _check(bool(self.source), self, "source", "must name a source of problems")
         _check(bool(self.tokenizer), self, "tokenizer", "must be 'box' or a folder with tokenizer.json")
         _check(self.difficulty in (1, 2, 3), self, "difficulty", "must be 1, 2 or 3")
+        known = ("python", "session", "octave", "sql")
+        right = bool(self.tools) and set(self.tools) <= set(known) and len(set(self.tools)) == len(self.tools)
+        _check(right, self, "tools", f"must be some of {', '.join(known)}, each once")
+        _check(not {"python", "session"} <= set(self.tools), self, "tools", "python and session have one name: choose")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -317,6 +324,7 @@ class Sandbox:
     Args:
         redis_url: address of the cluster's Redis; empty starts a private one with one worker node on this machine.
         slots: executions at once on the private node.
+        session_slots: stateful sessions that live at once on the private node; a trajectory that finds none waits.
         run_limit_s: wall limit of one call, counted from the moment it starts to run.
         queue_limit_s: limit on the wait before it starts.
         memory_bytes: memory limit of one call.
@@ -325,13 +333,14 @@ class Sandbox:
 
     redis_url: str = ""
     slots: int = 2
+    session_slots: int = 2
     run_limit_s: float = 5.0
     queue_limit_s: float = 120.0
     memory_bytes: int = 512 * 2**20
     output_bytes: int = 64 * 2**10
 
     def __post_init__(self) -> None:
-        _positive(self, "slots", "run_limit_s", "queue_limit_s", "memory_bytes", "output_bytes")
+        _positive(self, "slots", "session_slots", "run_limit_s", "queue_limit_s", "memory_bytes", "output_bytes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

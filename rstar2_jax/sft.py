@@ -19,7 +19,7 @@ from rstar2_jax.data import files, pack, sft_mix
 from rstar2_jax.io import checkpoint, clock, metrics
 from rstar2_jax.learner import batch, objective, update
 from rstar2_jax.report import console
-from rstar2_jax.tools import python
+from rstar2_jax.tools import offer
 
 _ROWS_SHOWN = 20
 
@@ -40,7 +40,7 @@ def sft(
     if run.steps == 0:
         raise ValueError("Run.steps = 0: fine-tuning needs at least one step (--steps=...)")
     workdir = Path(run.workdir)
-    chat = files.load_chat(task, [python.schema(task.tool_name)])
+    chat = files.load_chat(task, offer.schemas(task))
     files.check_vocabulary(chat.tokenizer, model)
     trainer = update.Learner(model, learner, objective.supervised(), run.steps)
     store = checkpoint.Checkpoints(workdir / "checkpoints", keep=run.keep_checkpoints)

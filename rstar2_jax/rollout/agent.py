@@ -104,6 +104,11 @@ class _Episode:
         """Name of the turn that comes next, unique among the requests in flight."""
         return f"{self.prompt.id}/{self.sample_index}/{len(self.turns)}-{self.seed:08x}"
 
+    @property
+    def name(self) -> str:
+        """Name of the whole episode, unique in the run: a step's seeds differ from those of all others."""
+        return _digest([self.prompt.id, self.sample_index, self.seed], 16).hex()
+
     def context_ids(self) -> list[int]:
         """All ids so far; the one place where the context is put together."""
         context = list(self.prompt_ids)
@@ -189,7 +194,8 @@ async def run_episode(
     )
     _check_fits(episode)
     try:
-        stop_reason = await _run(episode)
+        async with tools.episode(episode.name) as episode.tools:
+            stop_reason = await _run(episode)
     except (DeadlineError, EngineError) as error:
         episode.fault("deadline" if isinstance(error, DeadlineError) else "engine", error, lost=True)
         stop_reason = StopReason.LOST

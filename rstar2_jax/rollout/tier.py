@@ -16,7 +16,7 @@ from rstar2_jax.io import timeline
 from rstar2_jax.reward import outcome
 from rstar2_jax.rollout import fleet, groups, jax_engine, pool, sglang
 from rstar2_jax.rollout.engine import Request, RolloutEngine, Sampling
-from rstar2_jax.tools import cluster, protocol, python
+from rstar2_jax.tools import cluster, offer, protocol
 from rstar2_jax.types import Prompt
 
 
@@ -79,15 +79,15 @@ async def open_tier(
 
     Raises:
         ValueError: template not append-only, vocabulary or context too large for the model.
-        RuntimeError: the sandbox could not start, the grader's self-test failed, or an engine does not answer.
+        RuntimeError: the sandbox could not start, a tool or the grader failed its self-test, or an engine is silent.
     """
-    chat = files.load_chat(task, [python.schema(task.tool_name)])
+    chat = files.load_chat(task, offer.schemas(task))
     files.check_vocabulary(chat.tokenizer, model)
     async with contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(cluster.connect(cluster.name_of(workdir), sandbox))
         watch = timeline.Timeline(workdir)
-        python_tool = python.PythonTool(client, task.tool_name, sandbox)
-        tools = protocol.Registry([python_tool], functools.partial(watch.span, "tool"))
+        tools = offer.registry(task, client, sandbox, functools.partial(watch.span, "tool"))
+        await offer.self_test(task, tools)
         digest = await outcome.self_test(client)
         report(f"sandbox ready, grader self-test passed (rules {digest})")
         found = await _open_engines(stack, workdir, model, rollout, report)

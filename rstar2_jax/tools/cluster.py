@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import os
 from collections.abc import AsyncIterator
@@ -45,7 +46,8 @@ async def connect(run_name: str, sandbox: settings.Sandbox) -> AsyncIterator[Cli
     with contextlib.ExitStack() as stack:
         address = sandbox.redis_url
         if not address:
-            private = await asyncio.to_thread(local.start_local, slots=sandbox.slots)
+            start = functools.partial(local.start_local, slots=sandbox.slots, session_slots=sandbox.session_slots)
+            private = await asyncio.to_thread(start)
             address = stack.enter_context(private).redis_url
         async with Client(address, run=run_name, queue_limit_s=sandbox.queue_limit_s) as client:
             if sandbox.redis_url:

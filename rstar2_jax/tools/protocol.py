@@ -9,8 +9,8 @@ Deliberately not here: the wording and the token budget of replies (data/chat), 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from rstar2_jax.types import CallStatus, ToolCall, ToolResult
 
@@ -38,6 +38,19 @@ class Tool(Protocol):
         ...
 
 
+@runtime_checkable
+class Stateful(Tool, Protocol):
+    """A tool that keeps something between the calls of one trajectory."""
+
+    def begin(self, episode: str) -> contextlib.AbstractAsyncContextManager[Tool]:
+        """The tool as one trajectory has it, from its first call to its end.
+
+        Args:
+            episode: name of the trajectory, unique in the run.
+        """
+        ...
+
+
 class Registry:
     """Tools by name; every call gets a result, also one that did not parse or that names no tool.
 
@@ -59,6 +72,16 @@ class Registry:
             raise ValueError(f"tool name {doubled[0]!r} is given {names.count(doubled[0])} times: names must differ")
         self._tools = dict(zip(names, tools, strict=True))
         self._span = span
+
+    @contextlib.asynccontextmanager
+    async def episode(self, name: str) -> AsyncIterator[Registry]:
+        """The tools as one trajectory has them; what a tool kept for it ends with the block."""
+        async with contextlib.AsyncExitStack() as stack:
+            own = [
+                await stack.enter_async_context(tool.begin(name)) if isinstance(tool, Stateful) else tool
+                for tool in self._tools.values()
+            ]
+            yield Registry(own, self._span)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,10 +1,7 @@
 """The stateful Python tool: what one call defines, the next call of the same trajectory sees.
 
 The cluster keeps a forked process for each trajectory; nothing is ever run again. One tool object serves one
-trajectory:
-
-    async with session.SessionTool(client, "python", sandbox, session=episode_name) as tool:
-        registry = protocol.Registry([tool])
+trajectory: the registry's `episode` begins it and ends it.
 
 Deliberately not here: the process itself (rstar2_sandbox/session.py). A session whose node died is a fault of ours
 (INFRA); one that a program ran into its limits starts afresh at the next call, and the model is told so.
@@ -35,6 +32,12 @@ class Sessions(python.Executor, Protocol):
         ...
 
 
+def schema(name: str) -> dict[str, Any]:
+    """Function schema of the tool under a name."""
+    arguments = {"code": "The program. A last bare expression is shown, as in a notebook."}
+    return protocol.function_schema(name, DESCRIPTION, arguments, ["code"])
+
+
 class SessionTool:
     """Runs cells of one trajectory's session; leave its `async with` block to have the session ended.
 
@@ -45,12 +48,17 @@ class SessionTool:
         session: name of the session, unique inside the run: that of the trajectory.
     """
 
-    def __init__(self, client: Sessions, name: str, sandbox: settings.Sandbox, session: str) -> None:
+    def __init__(self, client: Sessions, name: str, sandbox: settings.Sandbox, session: str = "shared") -> None:
         self._client = client
         self._name = name
+        self._sandbox = sandbox
         self._limits = python.limits_of(sandbox)
         self._session = session
         self._turn = asyncio.Lock()
+
+    def begin(self, episode: str) -> SessionTool:
+        """The same tool with a session of its own, for one trajectory."""
+        return SessionTool(self._client, self._name, self._sandbox, session=episode)
 
     async def __aenter__(self) -> SessionTool:
         return self
@@ -66,8 +74,7 @@ class SessionTool:
     @property
     def schema(self) -> Mapping[str, Any]:
         """Function schema under that name."""
-        arguments = {"code": "The program. A last bare expression is shown, as in a notebook."}
-        return protocol.function_schema(self._name, DESCRIPTION, arguments, ["code"])
+        return schema(self._name)
 
     async def run(self, call: ToolCall, *, key: str) -> ToolResult:
         """Result of one call; calls of one turn run one after another, in the order in which they came."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 
 import numpy as np
@@ -10,10 +11,10 @@ import pytest
 from rstar2_jax import settings
 from rstar2_jax.data import files
 from rstar2_jax.rollout import agent, engine, groups, pool
-from rstar2_jax.tools import protocol, python
+from rstar2_jax.tools import offer, protocol, python
 from rstar2_jax.types import FinishReason, Prompt, StopReason, Verdict
 from rstar2_sandbox import client as sandbox_client
-from rstar2_sandbox import local
+from rstar2_sandbox import jail, local, metrics
 
 pytestmark = pytest.mark.e2e
 
@@ -137,3 +138,50 @@ def test_a_step_of_groups_is_sampled_executed_and_graded_and_gives_the_same_agai
             assert [t.answer for t in group.trajectories] == ["42", "41"] * 2
     ids = [[t.turns[0].token_ids.tolist() for g in c.groups for t in g.trajectories] for c in (one, again)]
     assert ids[0] == ids[1]
+
+
+def test_each_trajectory_has_a_session_of_its_own_that_ends_with_it(sandbox, chat):
+    task = settings.Task(source="box", tokenizer="box", template="box", tools=("session", "sql"))
+    query = json.dumps({"name": "run_sql_script", "arguments": {"script": "select 6 * 7;"}})
+
+    def script(value):
+        return [
+            "a</reason>" + call(f"x = {value}") + f"<tool_call>\n{query}\n</tool_call>",
+            "b</reason>" + call("print(globals().get('x', 'nothing'))"),
+            "c</reason>\n<answer>\\boxed{42}</answer>",
+        ]
+
+    async def use(client):
+        registry = offer.registry(task, client, LIMITS)
+        await offer.self_test(task, registry)
+        prompt = Prompt(id="p", question="6*7", answer="42", source="s")
+        scripted = Script(chat.tokenizer, script(1), script(2))
+        episodes = [
+            await asyncio.gather(
+                *(
+                    agent.run_episode(scripted, chat, registry, prompt, sample_index=n, seed=n, settings=ROLLOUT)
+                    for n in (0, 1)
+                )
+            )
+            for _ in range(2)
+        ]
+        node = next(iter((await metrics.look(client._redis)).nodes))
+        await asyncio.sleep(1.5)  # a node reports once a second
+        return [t for both in episodes for t in both], (await metrics.look(client._redis)).nodes[node]["sessions"]
+
+    trajectories, live = with_sandbox(sandbox, use)
+    replies = [chat.tokenizer.decode(t.turns[1].token_ids[~t.turns[1].mask].tolist()) for t in trajectories]
+    assert [re.findall("[12]|nothing", reply) for reply in replies] == [["1"], ["2"]] * 2
+    assert all(t.turns[0].results[1].stdout.endswith("42\n") for t in trajectories) and live == 0
+
+
+def test_a_tool_that_the_nodes_do_not_have_is_refused_before_any_episode(sandbox):
+    if os.access(jail.OCTAVE[0], os.X_OK):
+        pytest.skip("GNU Octave is installed here")
+    task = settings.Task(source="box", tokenizer="box", tools=("python", "octave"))
+
+    async def use(client):
+        await offer.self_test(task, offer.registry(task, client, LIMITS))
+
+    with pytest.raises(RuntimeError, match="'octave'.*install it"):
+        with_sandbox(sandbox, use)

@@ -7,7 +7,7 @@ import pytest
 import redis
 
 from rstar2_jax import settings
-from rstar2_jax.tools import octave, protocol, sql
+from rstar2_jax.tools import protocol, script
 from rstar2_jax.tools import session as session_tool
 from rstar2_jax.types import CallStatus, ToolCall
 from rstar2_sandbox import client, jail, session, slot, sql_child
@@ -134,10 +134,11 @@ def test_a_session_sleeps_between_its_cells(bench):
 
 def test_the_tools_of_a_trajectory_share_one_registry_with_a_schema_each(sandbox):
     limits = settings.Sandbox(run_limit_s=3.0)
+    languages = (("sql", script.SQL), ("octave", script.OCTAVE))
 
     async def conversation(caller):
         async with session_tool.SessionTool(caller, "notebook", limits, session="trajectory-1") as notebook:
-            tools = [notebook, sql.SqlTool(caller, "sql", limits), octave.OctaveTool(caller, "octave", limits)]
+            tools = [notebook, *(script.ScriptTool(caller, name, limits, language) for name, language in languages)]
             registry = protocol.Registry(tools)
             calls = [
                 ToolCall(name="notebook", arguments={"code": "x = 20"}),
