@@ -104,8 +104,9 @@ class Task:
     """The problems and how the model sees them.
 
     Args:
-        source: where problems come from: `box`, `gsm8k`, `gsm_symbolic`, `aime24`, `aime25`, `jsonl` or `hub:<name>`.
-        path: file or folder of that source where it needs one; empty otherwise.
+        source: where problems come from: `box`, `gsm_symbolic`, a published set (data/catalog.py lists them), `jsonl`
+            (a file or folder of one's own, JSON lines or Parquet) or `hub:<name>`.
+        path: file or folder of that source where it needs one; empty reads a published set from the hub.
         difficulty: stage of a generated source (1, 2 or 3; gsm_symbolic: solutions of at most 2 steps, at most 4, any);
             ignored by fixed data sets.
         families: names of generated families; empty means all that the source trains on.

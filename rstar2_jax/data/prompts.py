@@ -17,11 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from rstar2_jax import settings
-from rstar2_jax.data import box_problems, sources
+from rstar2_jax.data import box_problems, catalog, sources, worked
 from rstar2_jax.types import Prompt
 
 GENERATED = ("box", "gsm_symbolic")
-EVALUATION_ONLY = ("aime24", "aime25", "aime26")
 _EVAL_TRIES = 50
 _SYMBOLIC_STEPS = {1: 2, 2: 4, 3: math.inf}  # computations in the worked solution, by difficulty
 
@@ -38,7 +37,7 @@ class Source(Protocol):
         """Prompts cursor .. cursor + count - 1 of the sequence that the seed names."""
         ...
 
-    def solved(self, seed: int, cursor: int, count: int) -> list[sources.Solved]:
+    def solved(self, seed: int, cursor: int, count: int) -> list[worked.Solved]:
         """The same prompts with code that leads to their answers, where known."""
         ...
 
@@ -50,7 +49,7 @@ class Source(Protocol):
 class GeneratedSource:
     """Problems made on demand from (seed, index)."""
 
-    def __init__(self, make: Callable[[tuple[int, ...], int], sources.Solved], report: str) -> None:
+    def __init__(self, make: Callable[[tuple[int, ...], int], worked.Solved], report: str) -> None:
         """Args: make gives the training problem of (entropy, index)."""
         self._make = make
         self.report = report
@@ -59,7 +58,7 @@ class GeneratedSource:
         """Prompts cursor .. cursor + count - 1 of the sequence that the seed names."""
         return [row.prompt for row in self.solved(seed, cursor, count)]
 
-    def solved(self, seed: int, cursor: int, count: int) -> list[sources.Solved]:
+    def solved(self, seed: int, cursor: int, count: int) -> list[worked.Solved]:
         """The same prompts with code that leads to their answers, where known."""
         _check_cursor(cursor, count)
         return [self._make((seed, index), index) for index in range(cursor, cursor + count)]
@@ -77,7 +76,7 @@ class FiniteSource:
         rows: the problems, at least one.
     """
 
-    def __init__(self, rows: Sequence[sources.Solved], report: str) -> None:
+    def __init__(self, rows: Sequence[worked.Solved], report: str) -> None:
         self._rows = list(rows)
         self.report = report
 
@@ -90,10 +89,10 @@ class FiniteSource:
         """Prompts cursor .. cursor + count - 1; the batch runs on into the next epoch where one ends."""
         return [row.prompt for row in self.solved(seed, cursor, count)]
 
-    def solved(self, seed: int, cursor: int, count: int) -> list[sources.Solved]:
+    def solved(self, seed: int, cursor: int, count: int) -> list[worked.Solved]:
         """The same prompts with code that leads to their answers, where known."""
         _check_cursor(cursor, count)
-        chosen: list[sources.Solved] = []
+        chosen: list[worked.Solved] = []
         while len(chosen) < count:
             epoch, position = divmod(cursor + len(chosen), self.size)
             order = np.random.default_rng([seed, epoch]).permutation(self.size)
@@ -128,8 +127,9 @@ def make_source(task: settings.Task) -> Source:
     Raises:
         ValueError: an unknown source or family, one that is for evaluation only, or unusable data.
     """
-    if task.source in EVALUATION_ONLY:
-        raise ValueError(f"source {task.source!r} is for evaluation only; train on box, gsm_symbolic, gsm8k or jsonl")
+    if task.source in catalog.EVALUATION_ONLY:
+        others = ", ".join((*GENERATED, *catalog.TRAINING_ONLY, "gsm8k", "jsonl"))
+        raise ValueError(f"source {task.source!r} is for evaluation only; train on one of {others}")
     if task.source not in GENERATED:
         rows, report = sources.solved_rows(_known(task), "train")
         return FiniteSource(rows, f"{task.source}: {report}")
@@ -145,6 +145,9 @@ def eval_prompts(task: settings.Task, count: int, seed: int) -> list[Prompt]:
     Generated problems differ from each other as long as the held-out side has enough of them. A finite set is given
     whole, in its own order, when count reaches its size; else a draw without replacement.
     """
+    if task.source in catalog.TRAINING_ONLY:
+        others = ", ".join(catalog.EVALUATION_ONLY)
+        raise ValueError(f"source {task.source!r} has no evaluation side; evaluate on one of {others}")
     if task.source not in GENERATED:
         prompts = [row.prompt for row in sources.solved_rows(_known(task), "eval")[0]]
         if count >= len(prompts):
@@ -185,14 +188,14 @@ def _check_cursor(cursor: int, count: int) -> None:
 
 
 def _known(task: settings.Task) -> settings.Task:
-    known = ("gsm8k", "jsonl", *EVALUATION_ONLY)
+    known = ("jsonl", *catalog.PUBLISHED)
     if task.source not in known and not task.source.startswith("hub:"):
         names = ", ".join((*GENERATED, *known))
         raise ValueError(f"source {task.source!r}: must be one of {names} or hub:<name>")
     return task
 
 
-def _maker(task: settings.Task, *, held_out: bool) -> Callable[[tuple[int, ...], int], sources.Solved]:
+def _maker(task: settings.Task, *, held_out: bool) -> Callable[[tuple[int, ...], int], worked.Solved]:
     side = "eval" if held_out else "train"
     if task.source == "gsm_symbolic":
         generate = _gsm_symbolic()
@@ -208,7 +211,7 @@ def _maker(task: settings.Task, *, held_out: bool) -> Callable[[tuple[int, ...],
     if refused and not held_out:
         raise ValueError(f"families {refused} are for evaluation only; remove them from the training task")
 
-    def make(entropy: tuple[int, ...], index: int) -> sources.Solved:
+    def make(entropy: tuple[int, ...], index: int) -> worked.Solved:
         family = families[index % len(families)]
         problem = box_problems.draw(family, task.difficulty, entropy, held_out=held_out)
         prompt = Prompt(
@@ -217,7 +220,7 @@ def _maker(task: settings.Task, *, held_out: bool) -> Callable[[tuple[int, ...],
             answer=str(problem.answer),
             source=family,
         )
-        return sources.Solved(
+        return worked.Solved(
             prompt=prompt, setup=problem.setup, expression=problem.expression, value=str(problem.value)
         )
 
@@ -234,7 +237,7 @@ def _gsm_symbolic() -> Callable[[int], dict[str, Any]]:
 
 def _symbolic_problem(
     generate: Callable[[int], dict[str, Any]], entropy: tuple[int, ...], name: str, held_out: bool, most_steps: float
-) -> sources.Solved:
+) -> worked.Solved:
     """The first of the seed's problems that lies on the wanted side and needs no more steps than allowed."""
     attempt = 0
     while True:
@@ -244,5 +247,5 @@ def _symbolic_problem(
         short = entry["metadata"]["answer_cot"].count("=") <= most_steps
         if short and answer is not None and sources.is_held_out(entry["question"]) == held_out:
             prompt = Prompt(id=name, question=entry["question"], answer=answer, source="gsm_symbolic")
-            return sources.with_expression(prompt, entry["metadata"]["answer_cot"])
+            return worked.with_expression(prompt, entry["metadata"]["answer_cot"])
         attempt += 1

@@ -22,7 +22,7 @@ import numpy as np
 
 from rstar2_jax import settings, types
 from rstar2_jax.data import chat as chats
-from rstar2_jax.data import prompts, sources
+from rstar2_jax.data import prompts, worked
 
 MISTAKES = ("wrong_name", "missing_parenthesis", "division_by_zero", "wrong_arity")
 """The kinds of failing first calls."""
@@ -115,13 +115,13 @@ def kinds(mix: settings.Demonstrations, seed: int) -> list[Kind]:
     return [listed[int(i)] for i in rng.permutation(mix.count)]
 
 
-def working_call(row: sources.Solved) -> Call:
+def working_call(row: worked.Solved) -> Call:
     """The program that prints the value of a solved problem, with its output."""
     result = types.ToolResult(status=types.CallStatus.OK, stdout=f"{row.value}\n")
     return Call(code=f"{row.setup}print({row.expression})", result=result)
 
 
-def mistaken_call(mistake: str, row: sources.Solved) -> Call:
+def mistaken_call(mistake: str, row: worked.Solved) -> Call:
     """The program of a solved problem with one mistake in it, and the error that the sandbox gives for it.
 
     Raises:
@@ -166,7 +166,7 @@ def build(
     return Demo(token_ids=np.asarray(ids, np.int32), mask=np.asarray(mask, bool))
 
 
-def _problems(task: settings.Task, seed: int) -> Iterator[sources.Solved]:
+def _problems(task: settings.Task, seed: int) -> Iterator[worked.Solved]:
     """Problems without end: of a generated task one of each stage up to its difficulty in turn."""
     stages = range(1, task.difficulty + 1) if task.source in prompts.GENERATED else (task.difficulty,)
     each = [prompts.make_source(dataclasses.replace(task, difficulty=stage)) for stage in stages]

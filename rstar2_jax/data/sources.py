@@ -1,28 +1,28 @@
-"""Problems read from files, installed packages or the hub: integer answers only, with a report of what was left out.
+"""Problems read from files, installed packages or the hub: integer answers, with a report of what was left out and why.
 
 A published set may hold every problem a hundred times, or its own evaluation rows: duplicates are dropped and counted,
-rows of the evaluation side are taken out of the training side, and equal questions with different answers are refused.
+rows of the evaluation side are taken out of the training side. Rows that their schema does not fit are bad rows: they
+are counted by reason, with examples. Equal questions with different answers are refused in a file of one's own, and
+left out as bad rows (all of them) in a published set, which one cannot mend.
 
-Deliberately not here: the order in which training sees the problems (prompts.py).
+Deliberately not here: the order in which training sees the problems (prompts.py), the schemas of published sets
+(catalog.py), file formats (tables.py).
 """
 
 from __future__ import annotations
 
-import ast
+import collections
 import dataclasses
-import fractions
 import hashlib
-import importlib
 import importlib.util
-import json
-import operator
 import pathlib
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 from rstar2_jax import settings
+from rstar2_jax.data import catalog, tables, worked
 from rstar2_jax.types import Prompt
 
 Side = Literal["train", "eval"]
@@ -32,8 +32,9 @@ EVAL_SHARE = 8
 
 _QUESTION_KEYS = ("question", "problem", "prompt")
 _ANSWER_KEYS = ("answer", "expected_answer", "final_answer")
-_NUMBER = r"\d+(?:\.\d+)?"
-_EVAL_FILES = ("test.jsonl", "eval.jsonl")
+_LICENCE_KEYS = ("licence", "license")
+_EVAL_SPLITS = ("test", "eval", "validation")
+_CONTRADICTION = "one question with several answers"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,8 @@ class Report:
         not_integer: rows whose answer is not an integer.
         exact_duplicates, normalised_duplicates: rows equal to an earlier one, letter by letter or up to spacing.
         overlap: training rows that are evaluation problems too.
+        bad: rows that their schema does not fit, and contradictions, by reason.
+        licences: problems kept, by licence; empty where none is known.
     """
 
     rows: int
@@ -54,29 +57,20 @@ class Report:
     exact_duplicates: int
     normalised_duplicates: int
     overlap: int
+    bad: tables.Rejects = dataclasses.field(default_factory=tables.Rejects)
+    licences: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
-        return (
+        told = (
             f"{self.kept} of {self.rows} rows kept; left out: {self.not_integer} without an integer answer, "
             f"{self.exact_duplicates} exact and {self.normalised_duplicates} normalised duplicates, "
             f"{self.overlap} also in the evaluation set"
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Solved:
-    """A prompt with code that leads to its answer, where that is known (for demonstrations).
-
-    Args:
-        setup: statements that the code needs first.
-        expression: Python expression to run; None when only the answer is known.
-        value: what the expression prints.
-    """
-
-    prompt: Prompt
-    setup: str = ""
-    expression: str | None = None
-    value: str = ""
+        if self.bad.total:
+            told += f", {self.bad.total} bad rows: {self.bad}"
+        if self.licences:
+            told += "; licences: " + ", ".join(f"{name} ({count})" for name, count in self.licences)
+        return told
 
 
 def integer_text(answer: object) -> str | None:
@@ -103,18 +97,18 @@ def is_held_out(question: str) -> bool:
     return hashlib.sha256(normalised(question).encode()).digest()[0] % EVAL_SHARE == 0
 
 
-def solved_rows(task: settings.Task, side: Side) -> tuple[list[Solved], Report]:
+def solved_rows(task: settings.Task, side: Side) -> tuple[list[worked.Solved], Report]:
     """The problems of one side of a finite set, in file order, and what was left out.
 
     Raises:
-        ValueError: no such set or file, a row without question or answer, equal questions with different answers.
+        ValueError: no such set or file, another schema than the declared one, a file of one's own in which a row has no
+            question or answer or equal questions have different answers.
     """
     raw, has_split = _read(task, side)
-    name = task.source.removeprefix("hub:")
-    solved, report = _clean(raw, name)
+    solved, report = _clean(raw, task)
     if has_split and side == "train":
         evaluation = _read(task, "eval")[0] if _has_evaluation(task) else []
-        kept_out = {normalised(row.prompt.question) for row in _clean(evaluation, name)[0]}
+        kept_out = {normalised(row.prompt.question) for row in _clean(evaluation, task)[0]}
         left = [row for row in solved if normalised(row.prompt.question) not in kept_out]
     elif has_split:
         left = solved
@@ -123,40 +117,85 @@ def solved_rows(task: settings.Task, side: Side) -> tuple[list[Solved], Report]:
     if not left:
         raise ValueError(f"source {task.source!r}, path {task.path!r}: no {side} problem remains; {report}")
     overlap = len(solved) - len(left) if has_split else 0
-    return left, dataclasses.replace(report, kept=len(left), overlap=overlap)
+    licences = collections.Counter(row.licence for row in left if row.licence)
+    return left, dataclasses.replace(report, kept=len(left), overlap=overlap, licences=tuple(sorted(licences.items())))
 
 
-def _read(task: settings.Task, side: Side) -> tuple[list[Mapping[str, Any]], bool]:
-    """(raw rows, whether the set has an evaluation split of its own)."""
-    if task.source.startswith("aime"):
-        return _json_lines(_aime_file(task.source)), True
-    if task.source.startswith("hub:") or (task.source == "gsm8k" and not task.path):
-        hub_name = "openai/gsm8k:main" if task.source == "gsm8k" else task.source.removeprefix("hub:")
-        return _hub_rows(hub_name, side)
-    path = pathlib.Path(task.path)
+def _read(task: settings.Task, side: Side) -> tuple[Iterable[tables.Row], bool]:
+    """(raw rows, whether the set has sides of its own)."""
+    known = catalog.PUBLISHED.get(task.source)
+    columns = list(known.columns) if known else []
+    if not task.path:
+        if known and known.package:
+            return tables.from_files([_package_file(task.source)]), True
+        return _hub(task, known, side), True if known or _hub_has_sides(task) else False
+    path, splits = pathlib.Path(task.path), _splits(known, side)
     if path.is_dir():
-        names = ("train.jsonl",) if side == "train" else _EVAL_FILES
-        found = [path / name for name in names if (path / name).is_file()]
+        found = tables.split_files(path, splits)
         if not found:
-            raise ValueError(f"source {task.source!r}: {task.path!r} holds no {' or '.join(names)} for the {side} side")
-        return _json_lines(found[0]), True
+            wanted = " or ".join(f"{split}.jsonl (or .parquet)" for split in splits)
+            raise ValueError(f"source {task.source!r}: {task.path!r} holds no {wanted} for the {side} side")
+        return tables.from_files(found, columns), True
     if not path.is_file():
         raise ValueError(f"source {task.source!r}: path {task.path!r} is no file or folder; give the problems' .jsonl")
-    return _json_lines(path), False
+    return tables.from_files([path], columns), bool(known and known.use != "both")
+
+
+def _splits(known: catalog.Published | None, side: Side) -> tuple[str, ...]:
+    """Names of the splits of a side, the first one found counts; a set for one use may be a folder of either name."""
+    if known is None or known.use == "both":
+        return ("train",) if side == "train" else _EVAL_SPLITS
+    own = known.train_split if side == "train" else known.eval_split
+    return tuple(dict.fromkeys((own, "train" if side == "train" else "test", "train")))
+
+
+def _hub_has_sides(task: settings.Task) -> bool:
+    name, _, config = task.source.removeprefix("hub:").partition(":")
+    splits = tables.hub_library(name).get_dataset_split_names(name, config or None)
+    return any(split in splits for split in _EVAL_SPLITS)
+
+
+def _hub(task: settings.Task, known: catalog.Published | None, side: Side) -> Iterator[tables.Row]:
+    if known:
+        return tables.from_hub(
+            known.hub, known.train_split if side == "train" else known.eval_split, list(known.columns)
+        )
+    full = task.source.removeprefix("hub:")
+    name, _, config = full.partition(":")
+    splits = tables.hub_library(name).get_dataset_split_names(name, config or None)
+    own = next((split for split in _EVAL_SPLITS if split in splits), None)
+    if "train" not in splits and own is None:
+        raise ValueError(f"hub data set {name!r}: splits are {splits}, needs train or test")
+    split = own if side == "eval" and own else "train"
+    if split not in splits:
+        raise ValueError(f"hub data set {name!r}: no {split} split among {splits}, so it cannot be trained on")
+    return tables.from_hub(full, split)
 
 
 def _has_evaluation(task: settings.Task) -> bool:
-    """False for a folder that holds training problems alone, such as the ones that curation kept."""
+    """False for a set for training alone, and for a folder of such problems, such as the ones that curation kept."""
+    known = catalog.PUBLISHED.get(task.source)
+    if known and known.use == "train":
+        return False
     path = pathlib.Path(task.path)
-    return not (task.path and path.is_dir()) or any((path / name).is_file() for name in _EVAL_FILES)
+    return not (task.path and path.is_dir()) or bool(tables.split_files(path, _EVAL_SPLITS))
 
 
-def _clean(raw: Iterable[Mapping[str, Any]], name: str) -> tuple[list[Solved], Report]:
-    kept: dict[str, Solved] = {}
+def _clean(raw: Iterable[tables.Row], task: settings.Task) -> tuple[list[worked.Solved], Report]:
+    name, known = task.source.removeprefix("hub:"), _schema(task)
+    if known:
+        raw = tables.first_fits(raw, known.columns, f"source {task.source!r}")
+    kept: dict[str, worked.Solved] = {}
+    contradicted: set[str] = set()
     counts = {"rows": 0, "not_integer": 0, "exact_duplicates": 0, "normalised_duplicates": 0}
+    bad = tables.Rejects()
     for number, row in enumerate(raw):
         counts["rows"] += 1
-        solved = _solved(row, number, name)
+        try:
+            solved = _published(row, number, known, name) if known else _own(row, number, name)
+        except tables.BadRowError as error:
+            bad.add(str(error), f"row {number}")
+            continue
         if solved is None:
             counts["not_integer"] += 1
             continue
@@ -165,20 +204,41 @@ def _clean(raw: Iterable[Mapping[str, Any]], name: str) -> tuple[list[Solved], R
         if earlier is solved:
             continue
         if earlier.prompt.answer != solved.prompt.answer:
-            raise ValueError(
-                f"{name}: rows {earlier.prompt.id!r} and {solved.prompt.id!r} pose one question with two answers, "
-                f"{earlier.prompt.answer} and {solved.prompt.answer}; remove the wrong one"
-            )
+            if known is None:
+                raise ValueError(
+                    f"{name}: rows {earlier.prompt.id!r} and {solved.prompt.id!r} pose one question with two answers, "
+                    f"{earlier.prompt.answer} and {solved.prompt.answer}; remove the wrong one"
+                )
+            bad.add(_CONTRADICTION, f"{earlier.prompt.id}: {earlier.prompt.answer} and {solved.prompt.answer}")
+            contradicted.add(key)
+            continue
         same = earlier.prompt.question == solved.prompt.question
         counts["exact_duplicates" if same else "normalised_duplicates"] += 1
-    ids = [row.prompt.id for row in kept.values()]
-    if len(set(ids)) != len(ids):
-        repeated = next(i for i in ids if ids.count(i) > 1)
+    left = [row for key, row in kept.items() if key not in contradicted]
+    ids = collections.Counter(row.prompt.id for row in left)
+    if repeated := next((i for i, count in ids.items() if count > 1), None):
         raise ValueError(f"{name}: two different problems have the id {repeated!r}; ids must be unique")
-    return list(kept.values()), Report(**counts, kept=len(kept), overlap=0)
+    return left, Report(**counts, kept=len(left), overlap=0, bad=bad)
 
 
-def _solved(row: Mapping[str, Any], number: int, name: str) -> Solved | None:
+def _schema(task: settings.Task) -> catalog.Published | None:
+    """The declared schema of a published set; a package that carries the set has our own plain one."""
+    known = catalog.PUBLISHED.get(task.source)
+    return None if known is None or (known.package and not task.path) else known
+
+
+def _published(row: tables.Row, number: int, known: catalog.Published, name: str) -> worked.Solved | None:
+    tables.check(row, known.columns)
+    found = known.convert(row, number)
+    working, _, last = found.answer.rpartition("####")
+    text = integer_text(last) or (None if known.integers_only else last.strip() or None)
+    if text is None:
+        return None
+    prompt = Prompt(id=found.id, question=found.question, answer=text, source=name)
+    return dataclasses.replace(worked.with_expression(prompt, working), licence=known.licence)
+
+
+def _own(row: tables.Row, number: int, name: str) -> worked.Solved | None:
     question = next((row[key] for key in _QUESTION_KEYS if row.get(key)), None)
     answer = next((row[key] for key in _ANSWER_KEYS if row.get(key) is not None), None)
     if question is None or answer is None:
@@ -195,96 +255,19 @@ def _solved(row: Mapping[str, Any], number: int, name: str) -> Solved | None:
         answer=text,
         source=str(row.get("source") or name),
     )
-    return with_expression(prompt, working)
+    licence = next((str(row[key]) for key in _LICENCE_KEYS if row.get(key)), "")
+    return dataclasses.replace(worked.with_expression(prompt, working), licence=licence)
 
 
-def with_expression(prompt: Prompt, working: str) -> Solved:
-    """The prompt with the computation in a worked solution that gives its answer, in numbers of the question alone.
-
-    An intermediate result is replaced by its own computation; a solution that needs a number which the question does
-    not name gives no expression, for a program that uses it would teach to invent numbers. (100 is free: percentages.)
-    Units and currency signs are dropped; what remains must be plain arithmetic.
-    """
-    bare = re.sub(r"<<[^>]*>>|[$€£]|(?<=[\d)])\s*[A-Za-z]+(?:/[A-Za-z]+)?(?=\s*[-+*/=])", "", working)
-    bare = re.sub(r"(?<=\d),(?=\d{3})", "", bare).replace(" x ", " * ").replace("×", "*")
-    operand = rf"\(?{_NUMBER}\)?"
-    found = re.findall(rf"({operand}(?:\s*[-+*/]\s*{operand})+)\s*=\s*(-?{_NUMBER})", bare)
-    given = {"100", *re.findall(_NUMBER, re.sub(r"(?<=\d),(?=\d{3})", "", prompt.question))}
-    known: dict[str, str] = {}
-    for left, right in found:
-        expression = re.sub(_NUMBER, lambda m: m[0] if m[0] in given else known.get(m[0], m[0]), left)
-        expression = re.sub(r"\s+", "", expression)
-        if _arithmetic_value(expression) is not None and given.issuperset(re.findall(_NUMBER, expression)):
-            known[right] = f"({expression})"
-    for right in (right for _, right in reversed(found) if right in known):
-        expression = known[right][1:-1]
-        if integer_text(right) == prompt.answer and _arithmetic_value(expression) == int(prompt.answer):
-            whole = re.fullmatch(r"[\d+*()-]+", expression) is not None
-            code = expression if whole else f"round({expression})"
-            return Solved(prompt=prompt, expression=code, value=prompt.answer)
-    return Solved(prompt=prompt)
-
-
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-
-
-def _arithmetic_value(expression: str) -> fractions.Fraction | None:
-    """The exact value of a plain arithmetic expression, read from its syntax tree; None when it has none."""
-
-    def value(node: ast.expr) -> fractions.Fraction:
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return _OPERATORS[type(node.op)](value(node.left), value(node.right))
-        if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-            return fractions.Fraction(str(node.value))
-        raise ValueError(f"not plain arithmetic: {expression!r}")
-
-    try:
-        return value(ast.parse(expression, mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError):
-        return None
-
-
-def _aime_file(source: str) -> pathlib.Path:
+def _package_file(source: str) -> pathlib.Path:
     spec = importlib.util.find_spec("sgl_eval")
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"source {source!r} comes from the package sgl-eval, not installed here: pip install sgl-eval")
+        raise ValueError(
+            f"source {source!r} comes from the package sgl-eval, not installed here: pip install sgl-eval, or set "
+            f"Task.path to a file of {catalog.PUBLISHED[source].hub}"
+        )
     root = pathlib.Path(next(iter(spec.submodule_search_locations)))
     path = root / "_vendored" / "nemo_skills" / "dataset" / source / "test.txt"
     if not path.is_file():
         raise ValueError(f"source {source!r}: not in the installed sgl-eval; version 0.1.3 has aime24 to aime26")
     return path
-
-
-def _json_lines(path: pathlib.Path) -> list[Mapping[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from error
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: {line.strip()[:40]} is no JSON object with question and answer")
-        rows.append(row)
-    return rows
-
-
-def _hub_rows(name: str, side: Side) -> tuple[list[Mapping[str, Any]], bool]:
-    try:
-        datasets = importlib.import_module("datasets")
-    except ModuleNotFoundError as error:
-        raise ValueError(f"hub data set {name!r}: pip install datasets or give a path") from error
-    name, _, config = name.partition(":")
-    splits = datasets.get_dataset_split_names(name, config or None)
-    own = next((split for split in ("test", "validation") if split in splits), None)
-    if "train" not in splits and own is None:
-        raise ValueError(f"hub data set {name!r}: splits are {splits}, needs train or test")
-    split = own if side == "eval" and own else "train"
-    if split not in splits:
-        raise ValueError(f"hub data set {name!r}: no {split} split among {splits}, so it cannot be trained on")
-    return list(datasets.load_dataset(name, config or None, split=split)), own is not None

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from rstar2_jax import settings
-from rstar2_jax.data import box_problems, prompts, sources
+from rstar2_jax.data import box_problems, prompts, sources, worked
 
 BOX = settings.Task(source="box", tokenizer="box", template="box")
 
@@ -185,7 +185,7 @@ def test_the_computation_that_gives_the_answer_becomes_code_in_numbers_of_the_qu
     numbers, working, answer, expression
 ):
     prompt = prompts.Prompt(id="p", question=f"Given {numbers}?", answer=answer, source="s")
-    assert sources.with_expression(prompt, working).expression == expression
+    assert worked.with_expression(prompt, working).expression == expression
 
 
 @pytest.mark.parametrize(
@@ -243,8 +243,8 @@ def test_a_hub_set_is_read_by_name_through_its_library(monkeypatch):
     library = python_types.ModuleType("datasets")
     library.get_dataset_split_names = lambda name, config: ["train", "test"]
 
-    def load_dataset(name, config, split):
-        asked.append((name, config, split))
+    def load_dataset(name, config, split, streaming):
+        asked.append((name, config, split, streaming))
         return [{"problem": f"{split} problem", "expected_answer": 4}]
 
     library.load_dataset = load_dataset
@@ -252,7 +252,7 @@ def test_a_hub_set_is_read_by_name_through_its_library(monkeypatch):
     task = settings.Task(source="hub:some/set:main", tokenizer="box")
     assert [p.question for p in prompts.make_source(task).batch(0, 0, 1)] == ["train problem"]
     assert [p.question for p in prompts.eval_prompts(task, 1, 0)] == ["test problem"]
-    assert ("some/set", "main", "train") in asked
+    assert ("some/set", "main", "train", True) in asked
 
 
 def test_a_hub_set_without_its_library_is_refused_with_the_remedy(monkeypatch):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rstar2_jax import settings
-from rstar2_jax.data import files, prompts, sft_mix, sources
+from rstar2_jax.data import files, prompts, sft_mix, worked
 
 TASK = settings.Task(source="box", tokenizer="box", template="box", difficulty=3)
 MIX = settings.Demonstrations(count=200, tool_share=0.6, failing_share=0.5, doubled_answer_share=0.1)
@@ -140,7 +140,7 @@ def test_a_source_without_code_cannot_teach_the_tool(tmp_path):
 
 
 def test_an_unknown_mistake_is_refused():
-    row = sources.Solved(prompt=prompts.make_source(TASK).batch(0, 0, 1)[0], expression="1")
+    row = worked.Solved(prompt=prompts.make_source(TASK).batch(0, 0, 1)[0], expression="1")
     with pytest.raises(ValueError, match="must be one of wrong_name"):
         sft_mix.mistaken_call("typo", row)
 
