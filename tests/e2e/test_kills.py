@@ -1,4 +1,5 @@
-"""Runs that are killed: the trainer, the sandbox worker, Redis. What comes out is as if nothing had happened."""
+"""Runs that are killed: the trainer, the sandbox worker, Redis. What comes out is as if nothing had happened. And the
+control of them all: a run that may not learn leaves the policy as it was, through every publish and every fetch."""
 
 from __future__ import annotations
 
@@ -139,6 +140,23 @@ def test_the_run_has_tools_rewards_and_updates_to_lose(started):
     assert np.nanmax(numbers["mismatch/logprob_gap_max"]) < 1e-3
     assert np.isfinite(numbers["eval/accuracy"]).tolist() == [True, False, True, False]
     assert numbers["eval/scored"][::2].tolist() == [6, 6] and numbers["eval/diverged"][::2].tolist() == [0, 0]
+
+
+def test_a_run_of_learning_rate_zero_samples_from_the_same_policy_at_every_version(started):
+    workdir = started / "still"
+    code, text = run(command("stage1.gin", workdir, f'Run.init_from="{started / "sft"}"', "Optimizer.lr=0.0", steps=3))
+    assert code == 0, text
+    jax.tree.map(np.testing.assert_array_equal, final_params(workdir), final_params(started / "sft"))
+    numbers = metrics.read_metrics(workdir)
+    assert np.nanmax(numbers["learner/grad_norm"]) > 0 and np.nanmax(numbers["mismatch/logprob_gap_max"]) < 1e-4
+    versions = {
+        version
+        for step in trajectories.list_steps(workdir)
+        for record in trajectories.read_step(workdir, step)
+        for turn in record.trajectory.turns
+        for version in turn.weights_versions.tolist()
+    }
+    assert {0, 1, 2} <= versions
 
 
 def test_kill_nine_of_the_trainer_in_a_step_and_the_same_command_gives_the_same_run_bit_for_bit(started):
