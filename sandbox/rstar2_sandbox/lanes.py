@@ -21,6 +21,7 @@ from rstar2_sandbox.slot import Slot
 BLOCK_MS = 1000
 RUNS_S = 1.0
 READ = ">"
+_FORGOTTEN = ("NOGROUP", "UNBLOCKED")  # what Redis answers when a run's stream was removed: no fault
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class Readers:
             except LOST as error:
                 reader.stale = True
                 reader.positions = dict.fromkeys(reader.positions, "0")
-                if "NOGROUP" not in str(error):
+                if not any(word in str(error) for word in _FORGOTTEN):
                     reader.client_id = 0
                     logger.warning("the %s lane waits for Redis: %s", reader.lane.name, error)
                     await asyncio.sleep(0.1)
