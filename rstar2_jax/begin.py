@@ -126,6 +126,4 @@ def _with_moments(run: settings.Run, like: TrainState) -> TrainState:
     if found is None:
         raise ValueError(f"{folder} holds no checkpoint to take moments from: finish that run first")
     before: Any = found[1]
-    return before.replace(
-        step=jnp.zeros_like(before.step), opt_state=optimizers.restart_schedule(before.opt_state)
-    )
+    return before.replace(step=jnp.zeros_like(before.step), opt_state=optimizers.restart_schedule(before.opt_state))

@@ -160,7 +160,7 @@ def syntax_hint(text: str, flag: bool) -> str:
     if re.fullmatch(r"[\d.e+\-*/() _]+", value) and re.search(r"\d\s*[*/+\-]", value):
         return "gin does no arithmetic: write the result"
     if value and not value.startswith(("'", '"')):
-        quoted = f"{left}=\"{value}\""
+        quoted = f'{left}="{value}"'
         if flag:
             return f"a string needs quotes that the shell leaves alone: --gin_bindings='{quoted}'"
         return f"a string needs quotes: {quoted}"

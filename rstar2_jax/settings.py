@@ -112,8 +112,8 @@ class Task:
         families: names of generated families; empty means all that the source trains on.
         tokenizer: `box` for the built-in one, or a folder that holds tokenizer.json.
         template: `rstar2`, `box`, or a path to a jinja file or to a folder that ships one.
-        tools: what the model may call, each at most once: `python` (every call starts afresh), `session` (Python that
-            keeps what earlier calls of the trajectory defined), `octave` and `sql`.
+        tools: what the model may call, each at most once; none for a model without tools: `python` (every call starts
+            afresh), `session` (Python that keeps what earlier calls of the trajectory defined), `octave` and `sql`.
         tool_name: name under which the Python tool is offered.
     """
 
@@ -131,7 +131,7 @@ class Task:
         _check(bool(self.tokenizer), self, "tokenizer", "must be 'box' or a folder with tokenizer.json")
         _check(self.difficulty in (1, 2, 3), self, "difficulty", "must be 1, 2 or 3")
         known = ("python", "session", "octave", "sql")
-        right = bool(self.tools) and set(self.tools) <= set(known) and len(set(self.tools)) == len(self.tools)
+        right = set(self.tools) <= set(known) and len(set(self.tools)) == len(self.tools)
         _check(right, self, "tools", f"must be some of {', '.join(known)}, each once")
         _check(not {"python", "session"} <= set(self.tools), self, "tools", "python and session have one name: choose")
 
@@ -354,6 +354,9 @@ class Demonstrations:
         failing_share: share of the tool demonstrations whose first call fails and is corrected.
         doubled_answer_share: share with a second answer block (so that p_format has something to see).
         batch_size: demonstrations of one SFT step.
+        mixture: published conversations instead of demonstrations made from the task's problems, as pairs of a set
+            (data/talk_sets.py lists them) and how many of it; they add up to count.
+        folder: a folder with one folder or file for each set, named after it; empty reads them from the hub.
     """
 
     count: int
@@ -361,8 +364,12 @@ class Demonstrations:
     failing_share: float = 0.5
     doubled_answer_share: float = 0.0
     batch_size: int = 32
+    mixture: tuple[tuple[str, int], ...] = ()
+    folder: str = ""
 
     def __post_init__(self) -> None:
         _positive(self, "count", "batch_size")
+        total = sum(share for _, share in self.mixture)
+        _check(not self.mixture or total == self.count, self, "count", f"the shares of mixture add up to {total}")
         for field in ("tool_share", "failing_share", "doubled_answer_share"):
             _check(0 <= getattr(self, field) <= 1, self, field, "must be in [0, 1]")

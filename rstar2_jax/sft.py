@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from rstar2_jax import begin, settings
-from rstar2_jax.data import files, pack, sft_mix
+from rstar2_jax.data import chat as chats
+from rstar2_jax.data import files, mixture, pack, sft_mix, talks
 from rstar2_jax.io import checkpoint, clock, metrics
 from rstar2_jax.learner import batch, objective, update
 from rstar2_jax.report import console
-from rstar2_jax.tools import offer
+from rstar2_jax.tools import offer, python
 
 _ROWS_SHOWN = 20
 
@@ -49,7 +50,7 @@ def sft(
         if begun.step >= run.steps:
             print(f"{run.workdir}: all {run.steps} steps are done already")
             return 0
-        made = sft_mix.demonstrations(task, demonstrations, chat, run.seed)
+        made = _demonstrations(task, demonstrations, chat, run.seed)
         demos = sft_mix.fitting(made, learner.row_tokens)
         if len(demos) < len(made):
             print(f"{len(made) - len(demos)} of {len(made)} demonstrations are longer than a row and left out")
@@ -58,13 +59,22 @@ def sft(
     return 0
 
 
+def _demonstrations(task: settings.Task, mix: settings.Demonstrations, chat: chats.Chat, seed: int) -> list[talks.Demo]:
+    """Conversations of the published mixture where one is named, else what is made of the task's problems."""
+    if not mix.mixture:
+        return sft_mix.demonstrations(task, mix, chat, seed)
+    made, lines = mixture.demonstrations(mix, chat, python.schema(task.tool_name), seed)
+    print("\n".join(lines))
+    return made
+
+
 def _loop(
     run: settings.Run,
     model: settings.Model,
     demonstrations: settings.Demonstrations,
     learner: settings.Learner,
     parts: tuple[update.Learner, checkpoint.Checkpoints, begin.Beginning],
-    demos: Sequence[sft_mix.Demo],
+    demos: Sequence[talks.Demo],
 ) -> None:
     trainer, store, begun = parts
     state, workdir = begun.state, Path(run.workdir)
@@ -113,6 +123,6 @@ def order(seed: int, step: int, batch_size: int, count: int) -> list[int]:
     return chosen
 
 
-def _row(demo: sft_mix.Demo) -> pack.Row:
+def _row(demo: talks.Demo) -> pack.Row:
     nothing = np.zeros(len(demo.token_ids), np.float32)
     return pack.Row(token_ids=demo.token_ids, mask=demo.mask, behavior_logprobs=nothing, advantage=0.0)

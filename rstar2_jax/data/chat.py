@@ -52,7 +52,8 @@ class Chat:
         template_text: the template as text, for export.
         forced: text of the assistant turn that stands in the context already when sampling starts (`<reason>`).
         thought_end: text that closes an empty thought after the forced prefix, for demonstrations without reasoning.
-        end_ids: the end token of an assistant turn; appended with mask False when the model gave none.
+        end_text: the end token of an assistant turn.
+        end_ids: its id; appended with mask False when the model gave none.
         stop_ids: all ids at which the engine ends a turn.
     """
 
@@ -87,10 +88,10 @@ class Chat:
         self.forced = self._forced_text()
         tag = re.fullmatch(r"\s*<(\w+)>\s*", self.forced)
         self.thought_end = f"</{tag.group(1)}>\n" if tag else "<reason></reason>\n"
-        self._end_text = self._end_token()
-        end = tokenizer.encode(self._end_text)
+        self.end_text = self._end_token()
+        end = tokenizer.encode(self.end_text)
         if len(end) != 1:
-            raise ValueError(f"the template ends assistant turns with {self._end_text!r}: {len(end)} ids, must be one")
+            raise ValueError(f"the template ends assistant turns with {self.end_text!r}: {len(end)} ids, must be one")
         self.end_ids = (end[0],)
         self.stop_ids = tuple(dict.fromkeys((end[0], *tokenizer.eos_ids)))
         self._reply_parts: dict[int, list[str]] = {}
@@ -118,6 +119,17 @@ class Chat:
         """The text of `reply_ids`."""
         return "".join(self._reply_pieces(list(replies)))
 
+    def render_talk(
+        self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]], *, ongoing: bool
+    ) -> str:
+        """The template's text of a conversation that is no problem of a task: its tools are its own, and our wording
+        of the instruction is left out (the template sees `plain`).
+
+        Args:
+            ongoing: end with the forced prefix of the assistant's next turn.
+        """
+        return self._apply([dict(m) for m in messages], ongoing, tools=[dict(t) for t in tools] or None, plain=True)
+
     def check(self) -> None:
         """Hold a conversation of three turns, grown by appending, against the template's rendering of the whole.
 
@@ -131,10 +143,10 @@ class Chat:
             for number, replies in enumerate((["42"], ["first", "second"])):
                 call = json.dumps({"name": "python", "arguments": {"code": f"print({number})"}})
                 content = f"{thought.format(number)}<tool_call>\n{call}\n</tool_call>"
-                text += content.removeprefix(self.forced) + self._end_text + self.reply_text(replies)
+                text += content.removeprefix(self.forced) + self.end_text + self.reply_text(replies)
                 messages.append({"role": "assistant", "content": content})
                 messages.extend({"role": "tool", "content": reply} for reply in replies)
-                _must_start_with(self._render(messages, True), text)
+                must_start_with(self._render(messages, True), text)
         for ids, text in (
             (self.prompt_ids(question), self.prompt_text(question)),
             (self.reply_ids(["42"]), self.reply_text(["42"])),
@@ -146,12 +158,12 @@ class Chat:
         return {"role": "user", "content": self._instruction.replace("{Question}", question)}
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        return self._apply([*self._system, *messages], add_generation_prompt, tools=self._tools or None)
+
+    def _apply(self, messages: list[dict[str, str]], ongoing: bool, **context: Any) -> str:
         try:
             return self._template.render(
-                messages=[*self._system, *messages],
-                tools=self._tools or None,
-                add_generation_prompt=add_generation_prompt,
-                **self.tokenizer.special,
+                messages=messages, add_generation_prompt=ongoing, **context, **self.tokenizer.special
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template failed on a conversation of {len(messages)} messages: {error}") from error
@@ -172,10 +184,10 @@ class Chat:
         user = [self._user("q")]
         bare, full = self._render(user, False), self._render(user, True)
         before = self._tool_round(1)[0]
-        _must_start_with(full, bare)
-        _must_start_with(before, bare)
+        must_start_with(full, bare)
+        must_start_with(before, bare)
         if not full.startswith(before):
-            _must_start_with(before, full)
+            must_start_with(before, full)
         return full[len(before) :]
 
     def _end_token(self) -> str:
@@ -191,7 +203,7 @@ class Chat:
             raise ValueError("a tool turn needs at least one reply")
         if len(replies) not in self._reply_parts:
             parts = self._tool_round(len(replies))[1:]
-            parts[0] = parts[0].removeprefix(self._end_text)
+            parts[0] = parts[0].removeprefix(self.end_text)
             self._reply_parts[len(replies)] = parts
         parts = self._reply_parts[len(replies)]
         pieces = [parts[0]]
@@ -341,7 +353,12 @@ def _end_part(text: str, tokenizer: tokenizers.Tokenizer, max_tokens: int) -> st
     return part
 
 
-def _must_start_with(rendered: str, grown: str) -> None:
+def must_start_with(rendered: str, grown: str) -> None:
+    """Refuse a rendering that does not start with the context that grew by appending.
+
+    Raises:
+        ValueError: "template not append-only", with the place where the two part.
+    """
     if rendered.startswith(grown):
         return
     pairs = zip(rendered, grown, strict=False)

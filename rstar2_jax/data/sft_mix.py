@@ -22,7 +22,7 @@ import numpy as np
 
 from rstar2_jax import settings, types
 from rstar2_jax.data import chat as chats
-from rstar2_jax.data import prompts, worked
+from rstar2_jax.data import prompts, talks, worked
 
 MISTAKES = ("wrong_name", "missing_parenthesis", "division_by_zero", "wrong_arity")
 """The kinds of failing first calls."""
@@ -30,14 +30,6 @@ MISTAKES = ("wrong_name", "missing_parenthesis", "division_by_zero", "wrong_arit
 _MAX_REPLY_TOKENS = 512
 _MAX_SKIPPED = 1000
 _TRACE = 'Traceback (most recent call last):\n  File "<tool>", line 1, in <module>\n'
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Demo:
-    """One demonstration: token_ids i32[n] and mask bool[n], True on the assistant's own ids and end tokens."""
-
-    token_ids: np.ndarray
-    mask: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +49,7 @@ class Call:
     result: types.ToolResult
 
 
-def demonstrations(task: settings.Task, mix: settings.Demonstrations, chat: chats.Chat, seed: int) -> list[Demo]:
+def demonstrations(task: settings.Task, mix: settings.Demonstrations, chat: chats.Chat, seed: int) -> list[talks.Demo]:
     """A shuffled list of mix.count demonstrations, a pure function of the seed; shares are exact up to rounding.
 
     Problems come from the task's training side. A generated task gives equal parts of every stage up to its difficulty,
@@ -82,7 +74,7 @@ def demonstrations(task: settings.Task, mix: settings.Demonstrations, chat: chat
     return demos
 
 
-def fitting(demos: Sequence[Demo], row_tokens: int) -> list[Demo]:
+def fitting(demos: Sequence[talks.Demo], row_tokens: int) -> list[talks.Demo]:
     """The demonstrations that fit into a row of row_tokens tokens.
 
     Raises:
@@ -144,7 +136,7 @@ def mistaken_call(mistake: str, row: worked.Solved) -> Call:
 
 def build(
     chat: chats.Chat, prompt: types.Prompt, calls: Sequence[Call], tool_name: str, *, doubled: bool = False
-) -> Demo:
+) -> talks.Demo:
     """The episode in which the assistant makes these calls, one a turn, and then states the prompt's answer."""
     ids = chat.prompt_ids(prompt.question)
     mask = [False] * len(ids)
@@ -163,7 +155,7 @@ def build(
         append(chat.reply_ids([chats.tool_reply_text(call.result, parsed, chat.tokenizer, _MAX_REPLY_TOKENS)]), False)
     answer = f"<answer>\\boxed{{{prompt.answer}}}</answer>"
     say(f"{answer}\n{answer}" if doubled else answer)
-    return Demo(token_ids=np.asarray(ids, np.int32), mask=np.asarray(mask, bool))
+    return talks.Demo(token_ids=np.asarray(ids, np.int32), mask=np.asarray(mask, bool))
 
 
 def _problems(task: settings.Task, seed: int) -> Iterator[worked.Solved]:

@@ -218,7 +218,7 @@ def _clean(raw: Iterable[tables.Row], task: settings.Task) -> tuple[list[worked.
     ids = collections.Counter(row.prompt.id for row in left)
     if repeated := next((i for i, count in ids.items() if count > 1), None):
         raise ValueError(f"{name}: two different problems have the id {repeated!r}; ids must be unique")
-    return left, Report(**counts, kept=len(left), overlap=0, bad=bad)
+    return left, Report(kept=len(left), overlap=0, bad=bad, licences=(), **counts)
 
 
 def _schema(task: settings.Task) -> catalog.Published | None:

@@ -146,9 +146,7 @@ def restore_params(folder: str | os.PathLike[str], abstract: Any = None) -> tupl
     raise CheckpointError(f"{root}: holds no checkpoint; finish that run first or correct the path")
 
 
-def _read_params(
-    manager: ocp.CheckpointManager, root: Path, step: int, abstract: Any
-) -> tuple[Any, dict[str, Any]]:
+def _read_params(manager: ocp.CheckpointManager, root: Path, step: int, abstract: Any) -> tuple[Any, dict[str, Any]]:
     found: Any = manager.item_metadata(step)
     stored = found["state"].tree["params"]
     if abstract is None:

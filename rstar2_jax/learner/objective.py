@@ -51,9 +51,7 @@ def grpo(how: settings.Loss) -> Objective:
             inverse_lengths=loss.inverse_lengths(batch.loss_mask, batch.segment_ids),
             entropy_threshold=anchors.entropy_threshold,
         )
-        value, statistics = loss.policy_loss(
-            policy, old, batch.advantages, batch.loss_mask, normaliser, how, extras
-        )
+        value, statistics = loss.policy_loss(policy, old, batch.advantages, batch.loss_mask, normaliser, how, extras)
         gap = correction.mismatch(old, batch.behavior_logprobs, batch.loss_mask, how.correction_cap)
         return value, {**statistics, **gap}
 

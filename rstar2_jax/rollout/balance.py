@@ -190,9 +190,7 @@ class Balancer:
         longest_first: order the queue by expected length instead of by arrival.
     """
 
-    def __init__(
-        self, capacities: Sequence[int], *, quantile: float | None = 0.9, longest_first: bool = False
-    ) -> None:
+    def __init__(self, capacities: Sequence[int], *, quantile: float | None = 0.9, longest_first: bool = False) -> None:
         if not capacities or min(capacities) < 1:
             raise ValueError(f"capacities = {list(capacities)}: needs at least one engine, each with KV tokens")
         self._engines = [_Engine(capacity_tokens=tokens) for tokens in capacities]

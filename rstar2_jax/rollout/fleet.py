@@ -74,9 +74,7 @@ class Replica:
             EngineError: it does not come up; names its log.
         """
         url = await self._launch()
-        engine = await sglang.connect(
-            url, self._plan.model, name=self._name, context_tokens=self._plan.context_tokens
-        )
+        engine = await sglang.connect(url, self._plan.model, name=self._name, context_tokens=self._plan.context_tokens)
         self._keeper = asyncio.create_task(self._keep(engine))
         return engine
 
@@ -184,4 +182,3 @@ async def _end(process: asyncio.subprocess.Process, number: signal.Signals = sig
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(10.0):
                     await process.wait()
-

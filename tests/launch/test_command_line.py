@@ -123,9 +123,7 @@ def test_a_workdir_that_was_configured_otherwise_is_named(place):
     command(place, f"--gin_file={place}/stage.gin")
     done = command(place, f"--gin_file={place}/stage.gin", "--steps=301")
     assert done.returncode == 0
-    assert done.stderr == (
-        "warning: this workdir was configured otherwise before: settings.Run.steps: 300 -> 301\n"
-    )
+    assert done.stderr == ("warning: this workdir was configured otherwise before: settings.Run.steps: 300 -> 301\n")
 
 
 def test_flags_are_bindings_and_a_relative_workdir_is_taken_from_here(place):
@@ -151,7 +149,7 @@ def test_help_shows_the_flags(place):
 @pytest.mark.parametrize(
     "argument, words",
     [
-        ('--gin_bindings=settings.Run.init_from=runs/sft', "--gin_bindings='settings.Run.init_from=\"runs/sft\"'"),
+        ("--gin_bindings=settings.Run.init_from=runs/sft", "--gin_bindings='settings.Run.init_from=\"runs/sft\"'"),
         ("--gin_bindings=settings.Learner.mesh=(1, 1", "cannot read"),
         ("--gin_bindings=settings.Run.keep_optimizer=false", "write settings.Run.keep_optimizer=False"),
         ("--gin_bindings=settings.Run.steps=60*5", "gin does no arithmetic"),

@@ -259,9 +259,7 @@ def test_required_is_an_error_only_where_the_run_takes_it(stage):
 def test_a_refused_value_names_the_binding_it_came_from(stage):
     path = stage("settings.Run.save_every_steps = 0\n")
     message = error_of(path)
-    assert message == (
-        f"{path}:{line_of(path, 'save_every')}: Run.save_every_steps = 0: must be above 0"
-    )
+    assert message == (f"{path}:{line_of(path, 'save_every')}: Run.save_every_steps = 0: must be above 0")
 
 
 def test_no_run_function_is_an_error(stage):

@@ -128,9 +128,7 @@ def picture(collection):
     """All that a collection says, comparable."""
 
     def rows(some):
-        return [
-            (group.prompt.id, group.p_err, group.p_format, [_row(t) for t in group.trajectories]) for group in some
-        ]
+        return [(group.prompt.id, group.p_err, group.p_format, [_row(t) for t in group.trajectories]) for group in some]
 
     parts = [rows(collection.groups), rows(collection.surplus), rows(collection.rejected)]
     return parts, collection.prompts_used, collection.refills, collection.faults, collection.unscored
