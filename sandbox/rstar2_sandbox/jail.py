@@ -25,7 +25,10 @@ _FLAGS = (
     linux.CLONE_NEWUSER | linux.CLONE_NEWPID | linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC
     | linux.CLONE_NEWUTS
 )  # fmt: skip
-_SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/ld.so.conf")
+# /etc/alternatives: through its links, and no other way, the loader finds the system's BLAS and LAPACK.
+_SYSTEM = (
+    "/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/alternatives"
+)  # fmt: skip
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _PRIVATE = "/.private"
 FILES_OPEN = 64

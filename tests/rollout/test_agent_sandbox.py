@@ -1,6 +1,7 @@
 """Episodes and groups against the real sandbox: real processes run the code, real processes grade the answers."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -176,12 +177,12 @@ def test_each_trajectory_has_a_session_of_its_own_that_ends_with_it(sandbox, cha
 
 
 def test_a_tool_that_the_nodes_do_not_have_is_refused_before_any_episode(sandbox):
-    if os.access(jail.OCTAVE[0], os.X_OK):
-        pytest.skip("GNU Octave is installed here")
     task = settings.Task(source="box", tokenizer="box", tools=("python", "octave"))
 
     async def use(client):
         await offer.self_test(task, offer.registry(task, client, LIMITS))
 
-    with pytest.raises(RuntimeError, match="'octave'.*install it"):
+    installed = os.access(jail.OCTAVE[0], os.X_OK)
+    refused = pytest.raises(RuntimeError, match="'octave'.*install it")
+    with contextlib.nullcontext() if installed else refused:
         with_sandbox(sandbox, use)
