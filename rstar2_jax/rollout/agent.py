@@ -4,7 +4,9 @@ Ids only: what the engine sampled is appended as it is and trained on; what the 
 replies, the start of the next assistant turn) has mask 0 and no log-probability. Text is decoded from a turn's sampled
 ids for reading its calls and is never encoded again.
 
-Every wait but that for room in an engine has the deadline of the settings, and an error names what was waited for. A
+Every wait has the deadline of the settings, and an error names what was waited for. Waiting for room in an engine, at
+first or after an engine failed, does not count against a turn's; it has a limit of its own: when no rollout at all was
+given a place for as long as the slowest one that holds a place could take. A
 fault of ours ends the episode as LOST, with the finished turns kept and a Fault reported; so does a call that the
 infrastructure failed.
 
@@ -29,7 +31,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from rstar2_jax.data import chat as chat_room
-from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Request, Sampling
+from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Request, RoomError, Sampling
 from rstar2_jax.settings import Rollout
 from rstar2_jax.tools import parse, protocol
 from rstar2_jax.types import CallStatus, FinishReason, Prompt, StopReason, ToolCall, ToolResult, Trajectory, Turn
@@ -46,12 +48,13 @@ class Seat(Protocol):
         """Of the engine behind it."""
         ...
 
-    async def ready(self) -> None:
-        """Return when there is room for the episode; raises EngineError when there never will be."""
+    async def ready(self, limit_s: float) -> None:
+        """Return when there is room for the episode. Raises EngineError when there never will be, RoomError when nobody
+        was given a place for so long."""
         ...
 
-    async def generate(self, request: Request) -> Generation:
-        """Sample one turn."""
+    async def generate(self, request: Request) -> Generation | None:
+        """Sample one turn; None when the place was lost meanwhile: to be asked again when there is room."""
         ...
 
 
@@ -64,7 +67,7 @@ class Fault:
     """One fault of ours in an episode: never a reward, always counted.
 
     Args:
-        kind: `deadline`, `engine`, `tool` or `unexpected`.
+        kind: `deadline`, `room`, `engine`, `tool` or `unexpected`.
         prompt_id, sample_index, turn: where it happened.
         waiting_for: what the episode was waiting for.
         message: the error in words.
@@ -197,7 +200,8 @@ async def run_episode(
         async with tools.episode(episode.name) as episode.tools:
             stop_reason = await _run(episode)
     except (DeadlineError, EngineError) as error:
-        episode.fault("deadline" if isinstance(error, DeadlineError) else "engine", error, lost=True)
+        kinds = {DeadlineError: "deadline", RoomError: "room"}
+        episode.fault(kinds.get(type(error), "engine"), error, lost=True)
         stop_reason = StopReason.LOST
     except Exception as error:  # one of the three places of fault tolerance: a lost episode never ends the step
         _LOG.warning("unexpected fault in episode turn %s", episode.rid, exc_info=error)
@@ -229,7 +233,6 @@ async def _run(episode: _Episode) -> StopReason:
 async def _generate(episode: _Episode) -> Generation:
     """The next turn from the engine, checked."""
     settings = episode.settings
-    await episode.engine.ready()  # without a deadline: a full engine is no fault
     limit = remaining_tokens(settings, episode.turns)
     request = Request(
         rid=episode.rid,
@@ -243,12 +246,17 @@ async def _generate(episode: _Episode) -> Generation:
             stop_ids=tuple(episode.chat.stop_ids),
         ),
     )
-    episode.waiting_for = f"engine {episode.engine.caps.name!r}, request {request.rid}"
-    generation = await _within(
-        functools.partial(episode.engine.generate, request),
-        settings.deadline_s,
-        f"{episode.waiting_for} (prompt {episode.prompt.id}, turn {len(episode.turns)})",
-    )
+    room_s = 2 * settings.max_turns * settings.deadline_s  # by then every rollout that holds a place must have ended
+    generation = None
+    while generation is None:
+        episode.waiting_for = f"room in an engine, request {request.rid}"
+        await episode.engine.ready(room_s)
+        episode.waiting_for = f"engine {episode.engine.caps.name!r}, request {request.rid}"
+        generation = await _within(
+            functools.partial(episode.engine.generate, request),
+            settings.deadline_s,
+            f"{episode.waiting_for} (prompt {episode.prompt.id}, turn {len(episode.turns)})",
+        )
     if generation.finish_reason is FinishReason.ABORT:
         raise EngineError(f"{episode.waiting_for}: the engine aborted it after {len(generation.token_ids)} ids")
     if len(generation.token_ids) > limit:

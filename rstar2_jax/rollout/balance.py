@@ -8,7 +8,8 @@ An engine is given a rollout when its free KV tokens cover the prompt and what t
 Waiting rollouts form one first-come-first-served queue: where the head fits nowhere, nobody passes it. With
 `longest_first` the head is instead one whose prompt's finished samples were longest on average; a prompt that nothing
 is known of comes before all others until two of its samples run (a step ends with its longest rollout, and one that
-starts late ends late). Rollouts that were taken off an engine go first in either order.
+starts late ends late). Rollouts that were taken off an engine go first in either order. A head that only an engine out
+of service could hold is set aside until one is back: nobody who passes it takes its room.
 
 Of the engines with room a rollout takes its home (where it ran before), else one that holds a few of its prompt's
 siblings (they share the prefix), else the one with most free tokens; ties go to the one with fewer rollouts, then to
@@ -31,6 +32,7 @@ from collections.abc import Sequence
 _MOST_SIBLINGS = 8  # that prefer one engine: all of a long prompt's samples in one place would end late together
 _MARGIN_TOKENS = 64  # what a rollout that outgrew its expectation is expected to append still
 _MOST_LENGTHS = 4096  # finished rollouts that the estimate remembers
+_MOST_FAMILIES = 4096  # prompts whose samples' lengths are remembered: several steps' worth
 
 
 class Lengths:
@@ -134,6 +136,15 @@ class _FirstCome:
         del rollout
 
 
+@dataclasses.dataclass(slots=True)
+class _Family:
+    """Samples of one prompt so far: started from the queue, ended, and what those appended."""
+
+    started: int = 0
+    ended: int = 0
+    tokens: int = 0
+
+
 class _LongestFirst:
     """Rollouts whose siblings were long before those whose siblings were short."""
 
@@ -142,9 +153,8 @@ class _LongestFirst:
     def __init__(self) -> None:
         self._first = _FirstCome()
         self._families: dict[str, _FirstCome] = {}
-        self._started: collections.Counter[str] = collections.Counter()
-        self._tokens: collections.Counter[str] = collections.Counter()
-        self._ended: collections.Counter[str] = collections.Counter()
+        self._known: collections.OrderedDict[str, _Family] = collections.OrderedDict()  # the one met last comes last
+        self._tokens = self._ended = 0  # of all that are known
 
     def __len__(self) -> int:
         return len(self._first) + sum(len(waiting) for waiting in self._families.values())
@@ -165,20 +175,30 @@ class _LongestFirst:
         if waiting is not None:
             before = len(waiting)
             waiting.remove(rollout)
-            self._started[rollout.family] += before - len(waiting)
+            self._know(rollout.family).started += before - len(waiting)
             if not len(waiting):
                 del self._families[rollout.family]
 
     def learn(self, rollout: Rollout) -> None:
-        self._tokens[rollout.family] += rollout.used_tokens
-        self._ended[rollout.family] += 1
+        known = self._know(rollout.family)
+        known.tokens, known.ended = known.tokens + rollout.used_tokens, known.ended + 1
+        self._tokens, self._ended = self._tokens + rollout.used_tokens, self._ended + 1
+
+    def _know(self, family: str) -> _Family:
+        """What is known of a family, which is remembered longest from now on; the one not met for longest may go."""
+        known = self._known.setdefault(family, _Family())
+        self._known.move_to_end(family)
+        if len(self._known) > _MOST_FAMILIES:
+            _, gone = self._known.popitem(last=False)
+            self._tokens, self._ended = self._tokens - gone.tokens, self._ended - gone.ended
+        return known
 
     def _rank(self, family: str) -> float:
-        if self._ended[family]:
-            return self._tokens[family] / self._ended[family]
-        everything = self._ended.total()
-        unknown = self._tokens.total() / everything if everything else 0.0
-        return unknown if self._started[family] >= self._PROBES else float("inf")
+        known = self._known.get(family)
+        if known is not None and known.ended:
+            return known.tokens / known.ended
+        unknown = self._tokens / self._ended if self._ended else 0.0
+        return unknown if known is not None and known.started >= self._PROBES else float("inf")
 
 
 class Balancer:
@@ -196,11 +216,17 @@ class Balancer:
         self._engines = [_Engine(capacity_tokens=tokens) for tokens in capacities]
         self._lengths = Lengths(quantile) if quantile is not None else None
         self._queue = _LongestFirst() if longest_first else _FirstCome()
+        self._aside: dict[str, Rollout] = {}
 
     @property
     def waiting(self) -> int:
-        """Rollouts in the queue."""
-        return len(self._queue)
+        """Rollouts in the queue or set aside."""
+        return len(self._queue) + len(self._aside)
+
+    @property
+    def stranded(self) -> list[Rollout]:
+        """Rollouts that are set aside, since only engines out of service could hold them."""
+        return list(self._aside.values())
 
     def held(self, engine: int) -> list[str]:
         """Names of the rollouts on an engine."""
@@ -216,6 +242,11 @@ class Balancer:
         budget = rollout.budget_tokens
         expected = self._lengths.expected(budget) if self._lengths else budget
         return rollout.prompt_tokens + min(budget, max(expected, rollout.used_tokens + _MARGIN_TOKENS))
+
+    def able(self, rollout: Rollout) -> list[int]:
+        """Indices of the engines, in service or not, that could hold a rollout if they held nothing else."""
+        need = self.need(rollout)
+        return [index for index, engine in enumerate(self._engines) if engine.capacity_tokens >= need]
 
     def submit(self, rollout: Rollout, *, first: bool = False) -> None:
         """Put a rollout into the queue; `first` for one that was taken off an engine and must not lose its turn.
@@ -236,10 +267,21 @@ class Balancer:
     def place(self) -> list[tuple[Rollout, int]]:
         """(rollout, engine) for every rollout that leaves the queue now, in its order."""
         placed = []
+        most = max((self._engines[index].capacity_tokens for index in self.up), default=0)
+        if not most:
+            return placed
+        for rollout in reversed(self.stranded):
+            if self.need(rollout) <= most:
+                del self._aside[rollout.name]
+                self._queue.put(rollout, first=True)
         while (rollout := self._queue.head()) is not None:
             engine = self._choose(rollout)
             if engine is None:
-                break
+                if self.need(rollout) <= most:
+                    break
+                self._queue.remove(rollout)
+                self._aside[rollout.name] = rollout
+                continue
             self._queue.remove(rollout)
             rollout.engine = rollout.home = engine
             self._engines[engine].take(rollout, self.need(rollout))
@@ -261,6 +303,7 @@ class Balancer:
         """
         if rollout.engine is None:
             self._queue.remove(rollout)
+            self._aside.pop(rollout.name, None)
         else:
             self._engines[rollout.engine].drop(rollout)
         rollout.engine = None

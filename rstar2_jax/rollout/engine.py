@@ -24,6 +24,10 @@ class EngineError(RuntimeError):
     """The engine could not do what was asked (dead, refused, timed out): a fault of ours, never a reward."""
 
 
+class RoomError(EngineError):
+    """No engine gave a place within the limit: nobody's turn was slow, the engines were full or the only fit was away."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
     """How ids are drawn: temperature first, then top-k, then top-p; log-probabilities are of the full support."""

@@ -6,8 +6,8 @@ front of the queue, and a turn in flight is sampled again elsewhere with the sam
 `seeded` the result is the one that was lost. Each engine has a task that looks after it and brings it back, with the
 current weights, once it answers again.
 
-Waiting for room has no deadline, since it says nothing about any engine. It ends with an error when no engine has been
-in service for as long as an engine may stand still.
+Waiting for room ends with an error when no engine has been in service for as long as an engine may stand still, or none
+that could hold the rollout; how long it may take otherwise is for the rollout to say (seat.py).
 
 Deliberately not here: the decisions (balance.py), processes (fleet.py), and trajectories (agent.py).
 """
@@ -24,7 +24,7 @@ import numpy as np
 from rstar2_jax import settings
 from rstar2_jax.rollout import balance, watch
 from rstar2_jax.rollout import seat as seats
-from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Load, PauseMode, Request, RolloutEngine
+from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Load, PauseMode, Request, RolloutEngine, RoomError
 
 _MOST_STRIKES = 3  # failed turns or unanswered probes in a row
 _FEWEST_PROBE_S = 1.0
@@ -73,10 +73,13 @@ class Pool:
         self._watchers: list[asyncio.Task[None]] = []
         self._weights: tuple[str, int] | None = None
         self._quiet = 0  # updates and pauses under way: engines owe no progress meanwhile
+        self._warm_ups: tuple[Request, ...] = ()
         self._strikes = [0] * len(engines)
         self._turns = [0] * len(engines)
         self._away_s, self._away_until_s = [0.0] * len(engines), [0.0] * len(engines)
-        self._last_up_s = 0.0
+        self._down = [asyncio.Event() for _ in engines]
+        self._down_s = [0.0] * len(engines)
+        self._last_up_s = self.seated_s = 0.0
 
     @property
     def caps(self) -> Caps:
@@ -144,7 +147,7 @@ class Pool:
         """Sample one turn in a seat of its own."""
         sizes = {"prompt_tokens": len(request.prompt_ids), "budget_tokens": request.sampling.max_new_tokens}
         async with self.seat(f"one/{request.rid}", family="", **sizes) as seat:
-            return await seat.generate(request)
+            return await seat.turn(request)
 
     async def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """f32[n] by the first engine in service."""
@@ -204,6 +207,16 @@ class Pool:
         finally:
             self._quiet -= 1
 
+    async def warm_up(self, requests: Sequence[Request]) -> None:
+        """Have every engine in service compile what these requests need, and later each one that comes back before it
+        takes a rollout; one that fails of them is taken down.
+
+        Raises:
+            EngineError: every engine failed.
+        """
+        self._warm_ups = tuple(requests)
+        await self._each(self._warm)
+
     async def verify(self, root: str, version: int) -> None:
         """Prove the version on every engine in service; one that has other weights is taken down."""
         await self._each(lambda engine: engine.verify(root, version))
@@ -221,9 +234,12 @@ class Pool:
         """Put a seat's rollout at the end of the queue."""
         seat.queued_at = asyncio.get_running_loop().time()
         self._balancer.submit(seat.rollout)
-        if not self._balancer.up:
-            self._none_left()
         self._place()
+        self._give_up()
+
+    def in_words(self) -> str:
+        """What there is to wait for: engines in service and rollouts in the queue."""
+        return f"{len(self._balancer.up)} of {len(self._engines)} engines in service, {self._balancer.waiting} waiting"
 
     def turn_done(self, seat: seats.Seat, used_tokens: int) -> None:
         """A turn has ended well: the rollout holds so many tokens after its prompt now."""
@@ -255,7 +271,8 @@ class Pool:
     def _take_down(self, index: int, reason: str) -> None:
         if index not in self._balancer.up:
             return
-        self._last_up_s = asyncio.get_running_loop().time()
+        self._last_up_s = self._down_s[index] = asyncio.get_running_loop().time()
+        self._down[index].set()
         # One that comes back and fails again, without a good turn in between, stays away twice as long each time.
         self._away_until_s[index] = self._last_up_s + self._away_s[index]
         self._away_s[index] = min(_MOST_AWAY_S, max(self._policy.probe_s, 2 * self._away_s[index]))
@@ -266,19 +283,31 @@ class Pool:
         self._report(f"! engine {self._engines[index].caps.name} is taken down ({reason}); {len(moved)} rollouts move")
         for rollout in reversed(moved):
             self._balancer.submit(rollout, first=True)
+            self._seats[rollout.name].queued_at = self._last_up_s
             self._seats[rollout.name].lose_place(queued=True)
         self._place()
-        if not self._balancer.up:
-            self._none_left()
+        self._give_up()
 
-    def _none_left(self) -> None:
-        """End all waiting when no engine has been in service for too long, or none can come back."""
-        waited = asyncio.get_running_loop().time() - self._last_up_s
-        if self._policy.probe_s == 0 or waited > self._policy.progress_s:
-            error = EngineError(f"none of {len(self._engines)} engines is in service since {waited:.0f} s")
+    def _give_up(self) -> None:
+        """End waiting for engines that are away for too long, or cannot come back: for any engine, or for one that is
+        large enough."""
+        now, away = asyncio.get_running_loop().time(), f"of {len(self._engines)} engines is in service since"
+
+        def too_long(since_s: float) -> bool:
+            return self._policy.probe_s == 0 or now - since_s > self._policy.progress_s
+
+        if not self._balancer.up and too_long(self._last_up_s):
+            error = EngineError(f"none {away} {now - self._last_up_s:.0f} s")
             for seat in self._seats.values():
                 if seat.rollout.engine is None:
                     seat.fail(error)
+        for rollout in self._balancer.stranded:
+            seat, able = self._seats[rollout.name], self._balancer.able(rollout)
+            since_s = max(seat.queued_at, *(self._down_s[i] for i in able))
+            if too_long(since_s):
+                names = ", ".join(self._engines[i].caps.name for i in able)
+                need = f"rollout {rollout.name} needs {self._balancer.need(rollout)} KV tokens"
+                seat.fail(RoomError(f"{need}, and none large enough ({names}) {away} {now - since_s:.0f} s"))
 
     async def _bring_back(self, index: int) -> None:
         engine = self._engines[index]
@@ -287,10 +316,12 @@ class Pool:
             while given != self._weights and self._weights is not None:  # newer ones may come while it takes these
                 given = self._weights
                 await engine.update_weights(*given)
+                await self._warm(engine)
         except EngineError as error:
-            self._report(f"! engine {engine.caps.name} answers again, but does not take weights: {error}")
+            self._report(f"! engine {engine.caps.name} answers again, but cannot serve: {error}")
             return
         self._balancer.bring_up(index)
+        self._down[index].clear()
         self.counts.brought_back += 1
         self._report(f"engine {engine.caps.name} is back with weights {engine.weights_version}")
         self._place()
@@ -301,6 +332,7 @@ class Pool:
             seat = self._seats[rollout.name]
             self.counts.seated += 1
             self.counts.queue_s += now - seat.queued_at
+            self.seated_s = now
             seat.sit(index)
 
     def _in_service(self) -> list[int]:
@@ -312,8 +344,11 @@ class Pool:
         failures: list[EngineError] = []
 
         async def one(index: int) -> None:
+            engine = self._engines[index]
             try:
-                await act(self._engines[index])
+                await watch.unless(self._down[index], act(engine))
+                if self._down[index].is_set():
+                    raise EngineError(f"{engine.caps.name} was taken down meanwhile")
             except EngineError as error:
                 failures.append(error)
                 self._take_down(index, str(error))
@@ -326,6 +361,9 @@ class Pool:
             await asyncio.gather(*(one(index) for index in up))
         if len(failures) == len(up):
             raise EngineError(f"none of {len(up)} engines could: {failures[0]}") from failures[0]
+
+    async def _warm(self, engine: RolloutEngine) -> None:
+        await asyncio.gather(*(engine.generate(request) for request in self._warm_ups))
 
     def _limit_s(self) -> float:
         return max(self._policy.probe_s, _FEWEST_PROBE_S)
@@ -346,8 +384,7 @@ class Pool:
                 if answers and asyncio.get_running_loop().time() >= self._away_until_s[index]:
                     progress = watch.Progress(self._policy.progress_s)
                     await self._bring_back(index)
-                elif not self._balancer.up:
-                    self._none_left()
+                self._give_up()
                 continue
             if silent >= _MOST_STRIKES:
                 self._take_down(index, f"no answer to {silent} probes")

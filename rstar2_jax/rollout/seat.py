@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Protocol
 
-from rstar2_jax.rollout import balance
-from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Request, RolloutEngine
+from rstar2_jax.rollout import balance, watch
+from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Request, RolloutEngine, RoomError
 
 _MOST_ATTEMPTS = 4  # of one turn: beyond that it is the request that no engine can serve
+_MOST_MOVES = 16  # of one turn: beyond that it is the request that every engine fails of
 
 
 class Pool(Protocol):
@@ -25,7 +27,12 @@ class Pool(Protocol):
     @property
     def span(self) -> Callable[[], contextlib.AbstractContextManager]: ...
 
+    @property
+    def seated_s(self) -> float: ...
+
     def engine(self, index: int) -> RolloutEngine: ...
+
+    def in_words(self) -> str: ...
 
     def queue(self, seat: Seat) -> None: ...
 
@@ -49,71 +56,94 @@ class Seat:
         self._pool = pool
         self._index: int | None = None
         self._queued = True
+        self._sat = 0  # places so far
         self._changed = asyncio.Event()
         self._failure: EngineError | None = None
+        self._rid = ""
+        self._failed = self._moves = 0  # of the turn named so
+        self._last: EngineError | None = None
 
     @property
     def caps(self) -> Caps:
         """Of the engine that it sits at, of the whole pool while it waits."""
         return self._pool.caps if self._index is None else self._pool.engine(self._index).caps
 
-    async def ready(self) -> None:
-        """Return when an engine has room for the rollout. Has no deadline: a full engine is no fault.
+    async def ready(self, limit_s: float = math.inf) -> None:
+        """Return when an engine has room for the rollout. A full engine is no fault, one that stays full is:
+
+        Args:
+            limit_s: longest time in which no rollout at all is given a place while this one waits.
 
         Raises:
-            EngineError: no engine is left.
+            RoomError: nobody was given a place for so long.
+            EngineError: no engine is left, or none that could hold it.
         """
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         if self._index is None and not self._queued and self._failure is None:
             self._queued = True
             self._pool.queue(self)
         while self._index is None:
             if self._failure is not None:
                 raise self._failure
+            left_s = max(began_s, self._pool.seated_s) + limit_s - loop.time()
+            if left_s <= 0:
+                raise RoomError(
+                    f"rollout {self.rollout.name} waited {loop.time() - began_s:.3g} s for room in an engine, and "
+                    f"nobody was given a place for {limit_s:g} s: {self._pool.in_words()}"
+                )
             self._changed.clear()
-            await self._changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s if left_s < math.inf else None):
+                    await self._changed.wait()
 
-    async def generate(self, request: Request) -> Generation:
-        """Sample one turn; sampled again, with the same seed, on another engine when this one fails.
+    async def generate(self, request: Request) -> Generation | None:
+        """Sample one turn where it sits; None when the place was lost meanwhile: be `ready` and ask again, with the
+        same request and so the same seed.
 
         Raises:
             ValueError: it can never be served.
-            EngineError: several attempts failed, or no engine is left.
+            EngineError: several attempts failed.
         """
-        last: EngineError | None = None
-        failed = 0
-        while failed < _MOST_ATTEMPTS:
-            await self.ready()
-            index = self._index
-            assert index is not None
+        if request.rid != self._rid:
+            self._rid, self._failed, self._moves = request.rid, 0, 0
+        sat = self._sat
+        while (index := self._index) is not None and self._sat == sat:
+            if self._failed >= _MOST_ATTEMPTS:
+                raise EngineError(
+                    f"request {request.rid} failed {self._failed} times, at last: {self._last}"
+                ) from self._last
             try:
                 with self._pool.span():
                     generation = await self._attempt(self._pool.engine(index), request)
             except EngineError as error:
-                last = error
-                failed += not await self._pool.turn_failed(index, error)
+                self._last = error
+                self._failed += not await self._pool.turn_failed(index, error)
                 continue
             if generation is not None:
                 before = len(request.prompt_ids) - self.rollout.prompt_tokens
                 self._pool.turn_done(self, before + len(generation.token_ids))
                 return generation
-        raise EngineError(f"request {request.rid} failed {_MOST_ATTEMPTS} times, at last: {last}") from last
+        self._moves += 1
+        if self._moves >= _MOST_MOVES:
+            raise EngineError(f"request {request.rid}: {self._moves} engines were taken down under it") from self._last
+        return None
+
+    async def turn(self, request: Request) -> Generation:
+        """One turn wherever there is room for it, however long that takes; raises what `ready` and `generate` raise."""
+        while True:
+            await self.ready()
+            if (generation := await self.generate(request)) is not None:
+                return generation
 
     async def _attempt(self, engine: RolloutEngine, request: Request) -> Generation | None:
         """What the engine samples; None when the place was lost meanwhile."""
-        work = asyncio.ensure_future(engine.generate(request))
         self._changed.clear()
-        lost = asyncio.ensure_future(self._changed.wait())
         self.in_flight = True
         try:
-            await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
-            return work.result() if work.done() else None
+            return await watch.unless(self._changed, engine.generate(request))
         finally:
             self.in_flight = False
-            for task in (work, lost):
-                if not task.done():
-                    task.cancel()
-                    # An engine that stands still may take long to let go; its late answer is nobody's.
-                    task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def is_at(self, index: int) -> bool:
         """Whether it sits at this engine."""
@@ -122,6 +152,7 @@ class Seat:
     def sit(self, index: int) -> None:
         """Take a place."""
         self._index, self._queued, self._failure = index, False, None
+        self._sat += 1
         self._changed.set()
 
     def lose_place(self, *, queued: bool) -> None:

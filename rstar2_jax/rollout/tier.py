@@ -33,8 +33,8 @@ class Tier:
     timeline: timeline.Timeline
 
     async def warm_up(self, question: str, settings: settings.Rollout) -> None:
-        """Compile the engine's programs on a prompt of the run, asked twice at once, so that no episode's deadline
-        counts the compilation. To be called once the engine has weights."""
+        """Compile the programs of every engine on a prompt of the run, asked twice at once, so that no episode's deadline
+        counts the compilation. To be called once the engines have weights."""
         limits = Sampling(
             temperature=settings.temperature,
             top_p=settings.top_p,
@@ -44,7 +44,7 @@ class Tier:
         )
         ids = self.chat.prompt_ids(question)
         requests = [Request(rid=f"warm-up/{n}", prompt_ids=ids, seed=n, sampling=limits) for n in range(2)]
-        await asyncio.gather(*(self.engine.generate(request) for request in requests))
+        await self.engine.warm_up(requests)
 
     def sampler(self, rollout: settings.Rollout, roc: settings.Roc, seed: int) -> groups.Sampler:
         """What makes groups of graded episodes with these parts."""

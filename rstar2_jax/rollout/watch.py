@@ -6,9 +6,12 @@ Deliberately not here: what follows from the answers (pool.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable
+from collections.abc import Awaitable, Hashable
+from typing import TypeVar
 
 from rstar2_jax.rollout.engine import EngineError, RolloutEngine
+
+_T = TypeVar("_T")
 
 
 class Progress:
@@ -36,6 +39,22 @@ class Progress:
             return None
         waited = now_s - self._since
         return waited if waited > self._limit_s else None
+
+
+async def unless(event: asyncio.Event, work: Awaitable[_T]) -> _T | None:
+    """What the work gives, or None as soon as the event is set before: the work is cancelled then, and not awaited.
+
+    An engine that stands still may take long to let go; its late answer is nobody's.
+    """
+    task, cut_short = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({task, cut_short}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, cut_short):
+            if not one.done():
+                one.cancel()
+                one.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 async def answers(engine: RolloutEngine, limit_s: float) -> bool:

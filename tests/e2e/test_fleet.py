@@ -47,8 +47,7 @@ async def rollout(engines, number):
     ids = [3, 5, 7 + number]
     async with engines.seat(f"r{number}", family="", prompt_tokens=3, budget_tokens=TURNS * NEW) as seat:
         for turn in range(TURNS):
-            await seat.ready()
-            made = await seat.generate(
+            made = await seat.turn(
                 Request(
                     rid=f"{number}/{turn}",
                     prompt_ids=list(ids),

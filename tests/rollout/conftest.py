@@ -39,18 +39,29 @@ def weights(tmp_path_factory):
     return Weights(store=str(root / "store"), params=params, folders=folders)
 
 
+class RealServers:
+    """The real server with a number of tensor-parallel ranks, started when it is first asked for; one at a time."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder, self._stack = folder, contextlib.ExitStack()
+        self._running: tuple[int, Server] | None = None
+
+    def get(self, ranks: int) -> Server:
+        """The server on so many ranks; any other is ended first."""
+        if self._running is None or self._running[0] != ranks:
+            self.stop()
+            url, process, log = self._stack.enter_context(engines.real_server(self._folder, ranks=ranks))
+            self._running = ranks, Server(url=url, process=process, log=log)
+        return self._running[1]
+
+    def stop(self) -> None:
+        """End what runs, before a test starts a server of its own: two cores are for one."""
+        self._stack.close()
+        self._running = None
+
+
 @pytest.fixture(scope="session")
 def real_servers(weights):
-    """The real server with a number of tensor-parallel ranks, started when it is first asked for; one at a time."""
-    with contextlib.ExitStack() as stack:
-        running: dict[int, Server] = {}
-
-        def server(ranks: int) -> Server:
-            if ranks not in running:
-                stack.close()
-                running.clear()
-                url, process, log = stack.enter_context(engines.real_server(weights.folders[0], ranks=ranks))
-                running[ranks] = Server(url=url, process=process, log=log)
-            return running[ranks]
-
-        yield server
+    servers = RealServers(weights.folders[0])
+    yield servers
+    servers.stop()

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -169,8 +170,10 @@ def real_server(folder, *, ranks=1, dtype="float32", extra=()) -> Iterator[tuple
     log = pathlib.Path(folder).parent / f"server-{ranks}-{url.rpartition(':')[2]}.log"
     flags = ["--device=cpu", "--attention-backend=torch_native", "--sampling-backend=pytorch", "--grammar-backend=none"]
     flags += ["--max-total-tokens=4096", "--context-length=512", "--disable-overlap-schedule", "--skip-tokenizer-init"]
-    flags += [f"--dtype={dtype}", f"--tp={ranks}", "--host=127.0.0.1", f"--port={url.rpartition(':')[2]}", *extra]
+    flags += ["--sleep-on-idle", f"--dtype={dtype}", f"--tp={ranks}", "--host=127.0.0.1", f"--port={url.rpartition(':')[2]}", *extra]
     command = [str(SGLANG_PYTHON), "-m", "sglang.launch_server", f"--model-path={folder}", *flags]
+    if shutil.which("setpriv"):  # tests that end in the middle leave no server behind
+        command = ["setpriv", "--pdeathsig=KILL", *command]
     # The server's environment is its own: none of the variables that the tests were started with reach into it.
     kept = ("PATH", "HOME", "LANG", "TMPDIR")
     environment = {name: os.environ[name] for name in kept if name in os.environ} | {

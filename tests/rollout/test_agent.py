@@ -14,8 +14,8 @@ from tokenizers import decoders, models
 from rstar2_jax.data import chat as chats
 from rstar2_jax.data import files
 from rstar2_jax.data import tokenizer as tokenizers
-from rstar2_jax.rollout import agent, engine
-from rstar2_jax.settings import Rollout, Task
+from rstar2_jax.rollout import agent, engine, pool
+from rstar2_jax.settings import Fleet, Rollout, Task
 from rstar2_jax.tools import protocol
 from rstar2_jax.types import CallStatus, FinishReason, Prompt, StopReason, ToolCall, ToolResult, Turn
 
@@ -58,7 +58,7 @@ class ScriptedEngine:
         self.turns = [tokenizer.encode(turn) if isinstance(turn, str) else turn for turn in turns]
         self.requests = []
 
-    async def ready(self):
+    async def ready(self, limit_s):
         """There is always room."""
 
     async def generate(self, request):
@@ -474,3 +474,69 @@ def test_a_policy_that_repeats_one_call_shows_in_the_repeat_share(chat):
     assert looping.stop_reason is StopReason.TURNS and agent.repeat_call_frac(looping) == 1.0
     varied, _, _ = run(chat, [call_text("1"), call_text("2"), ANSWER])
     assert agent.repeat_call_frac(varied) == 0.0
+
+
+class Mortal(ScriptedEngine):
+    """A scripted engine that a pool can hold: its first turn may be its last."""
+
+    def __init__(self, tokenizer, turns, *, name, dies=False):
+        super().__init__(tokenizer, turns)
+        self.caps = dataclasses.replace(self.caps, name=name, kv_tokens=2200)
+        self.dies = dies
+
+    async def generate(self, request):
+        if self.dies:
+            raise engine.EngineError(f"{self.caps.name} is dead")
+        return await super().generate(request)
+
+    async def alive(self):
+        return not self.dies
+
+    async def close(self):
+        """Nothing is held."""
+
+
+def test_waiting_for_room_after_an_engine_died_does_not_count_against_the_turn(chat):
+    engines = [Mortal(chat.tokenizer, [], name="a", dies=True), Mortal(chat.tokenizer, [ANSWER], name="b")]
+    settings, sizes, faults = with_(deadline_s=0.2), {"family": "", "prompt_tokens": 200, "budget_tokens": 2000}, []
+
+    async def main():
+        shared = pool.Pool(engines, Fleet(expected_quantile=0, probe_s=0))
+        registry = protocol.Registry([EchoTool()])
+
+        async def hold():
+            async with shared.seat("other", **sizes) as other:
+                await other.ready()
+                await asyncio.sleep(0.5)
+
+        async with shared.seat("mine", **sizes) as mine:
+            await mine.ready()
+            holder = asyncio.create_task(hold())
+            await asyncio.sleep(0)
+            trajectory = await agent.run_episode(
+                mine, chat, registry, PROMPT, sample_index=0, seed=1, settings=settings, on_fault=faults.append
+            )
+            await holder
+            return trajectory
+
+    trajectory = asyncio.run(main())
+    assert trajectory.stop_reason is StopReason.ANSWERED and trajectory.engine == "b" and not faults
+
+
+def test_an_episode_that_gets_no_room_ends_with_a_fault_that_says_so(chat):
+    settings, sizes, faults = with_(deadline_s=0.05, max_turns=2), {"family": "", "prompt_tokens": 200}, []
+
+    async def main():
+        shared = pool.Pool([Mortal(chat.tokenizer, [], name="a")], Fleet(expected_quantile=0, probe_s=0))
+        async with shared.seat("other", **sizes, budget_tokens=2000) as other:
+            await other.ready()
+            async with shared.seat("mine", **sizes, budget_tokens=2000) as mine:
+                return await agent.run_episode(
+                    mine, chat, protocol.Registry([EchoTool()]), PROMPT, sample_index=0, seed=1, settings=settings,
+                    on_fault=faults.append,
+                )  # fmt: skip
+
+    assert asyncio.run(main()).stop_reason is StopReason.LOST
+    (fault,) = faults
+    assert fault.kind == "room" and fault.waiting_for.startswith("room in an engine, request sum/17/0/0")
+    assert "nobody was given a place for 0.2 s: 1 of 1 engines in service, 1 waiting" in fault.message

@@ -43,7 +43,7 @@ class Script:
     def __init__(self, tokenizer, *scripts):
         self.tokenizer, self.scripts = tokenizer, scripts
 
-    async def ready(self):
+    async def ready(self, limit_s):
         """There is always room."""
 
     async def generate(self, request):

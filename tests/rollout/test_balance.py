@@ -222,3 +222,41 @@ def test_in_any_history_no_rollout_is_lost_or_twice_and_nothing_is_placed_beyond
     for one in [*held, *waiting]:
         balancer.release(one, ended=False)
     assert [balancer.free(engine) for engine in range(len(capacities))] == capacities and balancer.waiting == 0
+
+
+def test_a_head_that_only_an_engine_out_of_service_could_hold_is_set_aside_and_goes_first_once_it_is_back():
+    balancer = balance.Balancer([100, 20], quantile=None)
+    balancer.take_down(0)
+    (large,) = submitted(balancer, "large", budget=60)
+    submitted(balancer, "a", "b", "c", budget=8)
+    assert where(balancer.place()) == {"a": 1, "b": 1} and balancer.waiting == 2
+    assert balancer.stranded == [large] and balancer.able(large) == [0]
+    balancer.bring_up(0)
+    assert list(where(balancer.place())) == ["large", "c"] and not balancer.stranded
+    balancer.take_down(0)
+    balancer.submit(large, first=True)
+    balancer.place()
+    balancer.release(large, ended=False)
+    assert not balancer.stranded and balancer.waiting == 0
+
+
+def test_without_any_engine_in_service_the_queue_keeps_its_order():
+    balancer = balance.Balancer([20], quantile=None)
+    balancer.take_down(0)
+    submitted(balancer, "a", "b", "c")
+    assert balancer.place() == [] and not balancer.stranded
+    balancer.bring_up(0)
+    assert list(where(balancer.place())) == ["a", "b"]
+
+
+def test_longest_first_remembers_a_bounded_number_of_prompts_and_its_sums_are_theirs(monkeypatch):
+    monkeypatch.setattr(balance, "_MOST_FAMILIES", 16)
+    balancer = balance.Balancer([1000], quantile=None, longest_first=True)
+    for number in range(200):
+        (one,) = submitted(balancer, f"{number}", family=f"p{number}")
+        balancer.place()
+        balancer.grow(one, 1 + number % 7)
+        balancer.release(one, ended=True)
+    queue = balancer._queue
+    assert len(queue._known) == 16 and set(queue._known) == {f"p{number}" for number in range(184, 200)}
+    assert queue._tokens == sum(1 + number % 7 for number in range(184, 200)) and queue._ended == 16

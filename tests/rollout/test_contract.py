@@ -30,7 +30,7 @@ def bench(request, weights, real_servers, tmp_path_factory):
             opener = engines.over_http(url, weights.store)
             yield engines.Bench(open=opener, store=weights.store, params=weights.params)
     else:
-        server = real_servers(2 if "two" in request.param else 1)
+        server = real_servers.get(2 if "two" in request.param else 1)
         opener = engines.over_http(server.url, weights.store)
         yield engines.Bench(open=opener, store=weights.store, params=weights.params, long_tokens=60)
 

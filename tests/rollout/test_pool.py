@@ -87,8 +87,7 @@ async def rollout(engines, number, *, turns=3, tool_s=0.0, budget=12):
     ids = []
     async with engines.seat(f"r{number}", family=f"p{number // 4}", prompt_tokens=4, budget_tokens=budget) as seat:
         for turn in range(turns):
-            await seat.ready()
-            made = await seat.generate(request(number, turn, prompt=4 + len(ids)))
+            made = await seat.turn(request(number, turn, prompt=4 + len(ids)))
             ids += made.token_ids.tolist()
             await asyncio.sleep(tool_s)
     return ids
@@ -277,8 +276,7 @@ def test_a_short_absence_of_all_engines_is_forgotten_by_those_that_were_seated()
             seat.fail(engine.EngineError("once"))
             seat.sit(0)
             seat.lose_place(queued=False)
-            await seat.ready()
-            return await seat.generate(request(0))
+            return await seat.turn(request(0))
 
     assert drive([replica], STILL, act)[0].token_ids.tolist() == expected(0, 1)
 
@@ -295,7 +293,7 @@ def test_an_engine_that_lives_but_takes_no_weights_stays_out():
         return engines.up
 
     up, _, lines = drive(replicas, FAST, act)
-    assert up == ["b"] and any("answers again, but does not take weights" in line for line in lines)
+    assert up == ["b"] and any("answers again, but cannot serve" in line for line in lines)
 
 
 def test_one_failed_turn_is_sampled_again_and_does_not_cost_the_engine():
@@ -383,6 +381,165 @@ def test_a_rollout_that_no_engine_can_hold_and_a_name_that_is_taken_are_refused(
     drive([Replica("a")], STILL, act)
     with pytest.raises(ValueError, match="at least one engine"):
         pool.Pool([], STILL)
+
+
+def test_an_update_does_not_wait_for_an_engine_that_was_taken_down_in_the_middle_of_it(monkeypatch):
+    monkeypatch.setattr(pool, "_FEWEST_PROBE_S", 0.02)
+
+    class Wedged(Replica):
+        async def update_weights(self, root, version):
+            while self.silent:
+                await asyncio.sleep(60.0)
+            await super().update_weights(root, version)
+
+    replicas = [Wedged("a"), Wedged("b")]
+
+    async def act(engines):
+        await engines.update_weights("store", 1)
+        replicas[0].silent = True
+        async with asyncio.timeout(10.0):
+            await engines.update_weights("store", 2)
+
+    for rolling in (False, True):
+        for replica in replicas:
+            replica.silent = False
+        _, engines, lines = drive(replicas, dataclasses.replace(FAST, rolling=rolling), act)
+        assert engines.up == ["b"] and replicas[1].weights_version == 2
+        assert "no answer to 3 probes" in lines[0]
+
+
+class Compiling(Replica):
+    """Its first turn after a start takes long."""
+
+    def __init__(self, name, **more):
+        super().__init__(name, **more)
+        self.is_warm = False
+        self.slow = []
+
+    async def generate(self, request):
+        if not self.is_warm and not request.rid.startswith("warm"):
+            self.slow.append(request.rid)
+        made = await super().generate(request)
+        self.is_warm = True
+        return made
+
+
+def test_every_engine_is_warmed_up_and_one_that_restarts_before_it_takes_a_rollout():
+    replicas = [Compiling(name) for name in "abc"]
+    warm_up = dataclasses.replace(request(99), rid="warm-up/0")
+
+    async def act(engines):
+        await engines.update_weights("store", 1)
+        await engines.warm_up([warm_up])
+        assert all(replica.is_warm for replica in replicas)
+        replicas[0].dead, replicas[0].is_warm = True, False
+        await engines.update_weights("store", 2)
+        replicas[0].dead = False
+        work = asyncio.create_task(many(engines, count=40))
+        while "a" not in engines.up:
+            await asyncio.sleep(0.01)
+        assert replicas[0].is_warm
+        return await work
+
+    results, _, _ = drive(replicas, FAST, act)
+    assert results == all_expected(40) and not [rid for replica in replicas for rid in replica.slow]
+    assert [rid for rid in replicas[0].served if not rid.startswith("warm")]
+
+
+def test_an_engine_that_fails_of_its_warm_up_takes_no_rollout():
+    replicas = [Replica("a"), Replica("b")]
+
+    async def act(engines):
+        replicas[0].fails = 10**6
+        await engines.warm_up([request(99)])
+        return await many(engines, count=4)
+
+    results, engines, _ = drive(replicas, STILL, act)
+    assert results == all_expected(4) and engines.up == ["b"]
+
+
+def test_a_rollout_that_only_an_engine_out_of_service_could_hold_ends_within_the_limit_and_holds_up_nobody():
+    replicas = [Replica("small", kv_tokens=32), Replica("large")]
+
+    async def act(engines):
+        replicas[1].dead = True
+        await asyncio.gather(rollout(engines, 100), rollout(engines, 101), rollout(engines, 102))  # finds it dead
+        assert engines.up == ["small"]
+        large = asyncio.create_task(rollout(engines, 50, budget=60))
+        await asyncio.sleep(0)
+        results = await many(engines, count=8)
+        assert not large.done()
+        async with asyncio.timeout(10.0):
+            with pytest.raises(engine.RoomError, match=r"r50 needs 64 KV tokens, and none large enough \(large\)"):
+                await large
+        return results
+
+    assert drive(replicas, FAST, act)[0] == all_expected(8)
+    replicas[1].dead = False
+    waiting = dataclasses.replace(FAST, probe_s=0)
+    replicas[1].dead = True
+
+    async def at_once(engines):
+        await asyncio.gather(*(rollout(engines, number) for number in range(8)))
+        with pytest.raises(engine.RoomError, match="none large enough"):
+            await rollout(engines, 50, budget=60)
+
+    drive(replicas, waiting, at_once)
+
+
+def test_a_rollout_that_only_an_engine_out_of_service_could_hold_runs_when_that_engine_comes_back():
+    replicas = [Replica("small", kv_tokens=32), Replica("large")]
+
+    async def act(engines):
+        replicas[1].dead = True
+        await asyncio.gather(*(rollout(engines, number) for number in range(8)))
+        large = asyncio.create_task(rollout(engines, 50, budget=60))
+        await asyncio.sleep(0.05)
+        assert not large.done()
+        replicas[1].dead = False
+        return await large
+
+    assert drive(replicas, dataclasses.replace(FAST, progress_s=20.0), act)[0] == expected(50)
+
+
+def test_waiting_for_room_ends_when_nobody_was_given_a_place_for_long_and_not_before():
+    replica = Replica("a", kv_tokens=16)
+
+    async def act(engines):
+        async def waits(number):
+            async with engines.seat(f"w{number}", family="", prompt_tokens=4, budget_tokens=12) as seat:
+                await seat.ready(0.2)
+                await asyncio.sleep(0.12)  # holds the only place
+            return True
+
+        assert await asyncio.gather(*(waits(number) for number in range(6))) == [True] * 6
+        async with engines.seat("holder", family="", prompt_tokens=4, budget_tokens=12) as holder:
+            await holder.ready()
+            with pytest.raises(engine.RoomError, match=r"waited 0.\d+ s for room .* 1 of 1 engines in service, 1 wait"):
+                await waits(9)
+
+    drive([replica], STILL, act)
+
+
+def test_a_turn_that_every_engine_dies_of_ends_by_name():
+    class Fragile(Replica):
+        async def generate(self, request):
+            if request.rid.startswith("13/"):
+                self.dead = True
+                asyncio.get_running_loop().call_later(0.03, lambda: setattr(self, "dead", False))
+                raise engine.EngineError(f"{self.caps.name} died of {request.rid}")
+            return await super().generate(request)
+
+    replicas = [Fragile("a"), Fragile("b")]
+
+    async def act(engines):
+        engines._away_s = [-100.0, -100.0]  # no growing absences, for a short test
+        with pytest.raises(engine.EngineError, match="16 engines were taken down under it"):
+            async with asyncio.timeout(30.0):
+                await rollout(engines, 13)
+        return await rollout(engines, 14)
+
+    assert drive(replicas, dataclasses.replace(FAST, progress_s=10.0), act)[0] == expected(14)
 
 
 def test_rolling_updates_go_engine_by_engine_and_others_all_at_once():

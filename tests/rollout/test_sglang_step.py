@@ -74,7 +74,8 @@ def taught(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(taught, tmp_path_factory):
+def server(taught, real_servers, tmp_path_factory):
+    real_servers.stop()
     folder = tmp_path_factory.mktemp("model") / "taught"
     hf.save_folder(taught, MODEL, folder)
     with engines.real_server(folder, ranks=2, extra=["--load-format=dummy"]) as (url, process, _):
