@@ -25,7 +25,7 @@ stage() {  # stage NAME GIN_FILE INIT_FROM [more flags]
     shift 3
     "$VENV/bin/python" -m rstar2_jax.launch --gin_file="$file" --gin_file=model/smollm2_135m.gin \
         --gin_file=scale/box_real.gin --workdir="$RUNS/$name" --seed="$SEED" \
-        --gin_bindings="MODEL_FOLDER='$MODEL'" --gin_bindings="Run.init_from='$init'" "$@"
+        --gin_bindings="Run.init_from='$init'" "$@"
 }
 
 problems=()
@@ -36,11 +36,12 @@ fi
 
 "$VENV/bin/python" -m rstar2_jax.io.smollm2 --out "$MODEL"
 MODEL=$(realpath "$MODEL")
+folder=(--gin_bindings="MODEL_FOLDER='$MODEL'")  # whose tokenizer the problems are read with
 # Problems of the first stage (solutions of at most two steps), and rows no longer than a demonstration with one call.
-stage sft sft.gin "$MODEL" --steps=20 --gin_bindings="Learner.row_tokens=640" "${problems[@]}"
-stage stage1 stage1.gin "$RUNS/sft" --steps=3 "${problems[@]}"
+stage sft sft.gin "$MODEL" --steps=20 --gin_bindings="Learner.row_tokens=640" "${folder[@]}" "${problems[@]}"
+stage stage1 stage1.gin "$RUNS/sft" --steps=3 "${folder[@]}" "${problems[@]}"
 # The problems of AIME are longer, and an evaluation leaves none out.
-stage eval_rl eval.gin "$RUNS/stage1" --gin_bindings="Task.source='aime24'" \
+stage eval_rl eval.gin "$RUNS/stage1" "${folder[@]}" --gin_bindings="Task.source='aime24'" \
     --gin_bindings="Rollout.prompts_per_step=30" --gin_bindings="Rollout.max_prompt_tokens=864"
 stage export export.gin "$RUNS/stage1" --gin_bindings="export.export.dtype='float32'"
 if "$TORCH_PYTHON" -c 'import torch, transformers' 2>/dev/null; then

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -48,16 +48,24 @@ class Examiner:
         return told
 
 
-def open_examiner(exam: settings.Exam, rooms: tier.Tier, sampler: groups.Sampler, seed: int) -> Examiner:
-    """The examiner of a run, its problems drawn and measured.
+def open_examiner(
+    exam: settings.Exam, rooms: tier.Tier, sampler: groups.Sampler, seed: int, source: prompts.Source
+) -> Examiner:
+    """The examiner of a run, its problems drawn and measured, and held against those that training sees.
+
+    Args:
+        source: of the training problems; one that makes them keeps the held-out side to itself.
 
     Raises:
-        ValueError: the source has no held-out side, or a problem is longer than Rollout.max_prompt_tokens.
+        ValueError: the source has no held-out side, or a problem is longer than Rollout.max_prompt_tokens or one that
+            training sees too.
     """
     if not exam.every_steps:
         return Examiner(every_steps=0, problems=(), sampler=sampler)
     problems = prompts.eval_prompts(exam.task, exam.problems, seed)
     distinct = list({problem.question: problem for problem in problems}.values())
+    if isinstance(source, prompts.FiniteSource):
+        prompts.check_disjoint(source.prompts, distinct)
     ask.refuse_long(exam.task.source, distinct, rooms.prompt_tokens, sampler.rollout.max_prompt_tokens)
     asked = dataclasses.replace(sampler.rollout, group_size=exam.samples, oversample=exam.samples)
     # Seeds of its own: a problem of the exam may carry the id of a training problem.
@@ -65,9 +73,16 @@ def open_examiner(exam: settings.Exam, rooms: tier.Tier, sampler: groups.Sampler
     return Examiner(every_steps=exam.every_steps, problems=distinct, sampler=own)
 
 
-def alarm(workdir: Path, step: int, told: Mapping[str, float | None]) -> str | None:
-    """What report.divergence says of the run so far, `told` being the numbers of the step that is not yet on disk."""
-    columns = metrics.read_metrics(workdir) if (workdir / metrics.METRICS_FILE).exists() else {"step": np.zeros(0)}
+def alarm(
+    workdir: Path, step: int, told: Mapping[str, float | None], report: Callable[[str], None] = print
+) -> str | None:
+    """What report.divergence says of the run so far, `told` being the numbers of the step that is not yet on disk.
+
+    Args:
+        report: receives a message for each line on disk that cannot be read.
+    """
+    there = (workdir / metrics.METRICS_FILE).exists()
+    columns = metrics.read_metrics(workdir, report) if there else {"step": np.zeros(0)}
     length = len(columns["step"])
     now = {"step": float(step), **{name: np.nan if value is None else float(value) for name, value in told.items()}}
     empty = np.full(length, np.nan)

@@ -10,7 +10,8 @@ before, an overlay named on the command line (model/, data/, scale/, ablation/),
 after a binding, two files side by side, anything but a flag over an ablation) it is a warning that shows the winner.
 One key bound twice in one file is an error.
 
-What must be used: every binding and macro in a file named by --gin_file, in an ablation and in a flag. Included files
+What must be used: every binding and macro in a file named by --gin_file, in an ablation and in a flag; a macro is used
+when a value that the run takes stands for it, or did until another one overrode it. Included files
 and overlays speak about several RUN functions: what this run does not take in them is idle (recorded, no error), and a
 settings binding is still checked for its name and type. A scope that nothing enters is always an error.
 """
@@ -143,7 +144,6 @@ class _Book:
         self.macros = {b.argument: b for b in winners.values() if b.target is None}
         self.bindings = [b for b in winners.values() if b.target is not None]
         self.used: set[Key] = set()
-        self.used_macros: set[str] = {"RUN"}
         # A scope is known when any binding names it: shared files wire owners that this run may not take.
         named = (reference.scope for b in self.bindings for reference in _references(b.value))
         self.scopes: set[str] = {"", *named}
@@ -211,7 +211,6 @@ class _Book:
                 raise ConfigError(f"{binding.origin}: macro %{value.name} is defined through itself")
             if value.name not in self.macros:
                 raise ConfigError(f"{binding.origin}: macro {value} is not defined{nearest(value.name, self.macros)}")
-            self.used_macros.add(value.name)
             return self._expand(self.macros[value.name].value, binding, (*seen, value.name))
         if isinstance(value, tuple | list):
             return type(value)(self._expand(item, binding, seen) for item in value)
@@ -272,14 +271,25 @@ class _Book:
                     f"{binding.origin}: {binding.label} is not used: RUN = @{run.label} takes {', '.join(taken)}"
                 )
             idle.append(binding.label)
-        overridden = {name for binding in self.sources.bindings for name in _macro_names(binding.value)}
-        for name in self.macros.keys() - self.used_macros:
+        taken, overridden = self._macros_behind(self.bindings), self._macros_behind(self.sources.bindings)
+        for name in self.macros.keys() - taken:
             if not self.macros[name].origin.shared and name not in overridden:
                 raise ConfigError(
-                    f"{self.macros[name].origin}: macro {name} is not used by anything{nearest(name, self.used_macros)}"
+                    f"{self.macros[name].origin}: macro {name} is not used by anything that RUN = @{run.label} takes"
+                    f"{nearest(name, taken)}"
                 )
             idle.append(name)
         return tuple(sorted(idle))
+
+    def _macros_behind(self, bindings: Sequence[Binding]) -> set[str]:
+        """Macros that those of the bindings stand for whose arguments the run takes, and RUN."""
+        taken: set[str] = {"RUN"}
+        left = [b.value for b in bindings if (b.scope, b.target, b.argument) in self.used]
+        while left:
+            new = set(_macro_names(left.pop())) - taken
+            taken |= new
+            left += [b.value for b in self.sources.bindings if b.target is None and b.argument in new]
+        return taken
 
     def text(self, run: Target) -> str:
         """Everything the run sees as gin source: imports, RUN, one block for each owner."""

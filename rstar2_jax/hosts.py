@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
+_MOST_IN_RANGE = 10_000
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Fleet:
@@ -36,12 +38,12 @@ class Fleet:
 
     def __post_init__(self) -> None:
         addresses = self.addresses
-        odd = [address for address in addresses if not address.startswith(("http://", "https://"))]
+        odd = next((wrong for address in addresses if (wrong := _odd(address))), "")
         rules = [
             ("replicas", self.replicas >= 0, "must be 0 (an engine inside the trainer) or more processes"),
             ("replicas", not (self.engines and self.replicas), "must be 0 where addresses of engines are given"),
             ("engines", len(set(addresses)) == len(addresses), "names an address twice"),
-            ("engines", not odd, f"{odd[:1]} must begin with http://"),
+            ("engines", not odd, odd),
             ("tensor_parallel", self.tensor_parallel > 0, "must be above 0"),
             ("expected_quantile", 0 <= self.expected_quantile <= 1, "must be in [0, 1]; 0 reserves the whole budget"),
             ("probe_s", self.probe_s >= 0, "must be 0 (never) or more"),
@@ -57,13 +59,34 @@ class Fleet:
         return tuple(address for pattern in self.engines for address in _expanded(pattern))
 
 
+def _odd(address: str) -> str:
+    """What is wrong with an address and how to write it, or nothing."""
+    wanted = f"{address!r} must be http://host:port"
+    if address != address.strip() or not address.startswith(("http://", "https://")):
+        return f"{wanted}, beginning with http:// or https:// and without spaces"
+    rest = address.partition("://")[2]
+    if set("/?#@") & set(rest):
+        return f"{wanted} and no more: take away what follows the port or precedes the host"
+    host, colon, port = rest.rpartition(":") if not rest.endswith("]") else (rest, "", "")
+    if not colon:
+        host = rest
+    elif not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        return f"{wanted}: the port is {port!r}, and must be a number from 1 to 65535"
+    if re.fullmatch(r"\[[0-9A-Fa-f:.]+\]", host):
+        return ""  # IPv6
+    if not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.\-]*[A-Za-z0-9_.])?", host):
+        return f"{wanted}: the host is {host!r}; a range in it is two numbers, as in node[01-08]"
+    return ""
+
+
 def _expanded(pattern: str) -> list[str]:
     """`a[08-10]` as a08, a09, a10, the ranges from left to right."""
     found = re.search(r"\[(\d+)-(\d+)\]", pattern)
     if found is None:
         return [pattern]
     first, last, width = int(found[1]), int(found[2]), len(found[1])
-    if last < first:
-        raise ValueError(f"Fleet.engines: {pattern!r}: the range {found[0]} is empty")
+    if not 0 <= last - first < _MOST_IN_RANGE:
+        size = "empty" if last < first else f"of more than {_MOST_IN_RANGE} addresses"
+        raise ValueError(f"Fleet.engines: {pattern!r}: the range {found[0]} is {size}")
     head, tail = pattern[: found.start()], pattern[found.end() :]
     return [f"{head}{number:0{width}}{rest}" for number in range(first, last + 1) for rest in _expanded(tail)]

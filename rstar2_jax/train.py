@@ -27,7 +27,7 @@ from rstar2_jax import begin, crew, settings
 from rstar2_jax import exam as exams
 from rstar2_jax.algo import roc as roc_rule
 from rstar2_jax.data import prompts
-from rstar2_jax.io import checkpoint, clock, metrics, trajectories
+from rstar2_jax.io import checkpoint, clock, metrics, timeline, trajectories
 from rstar2_jax.learner import batch, objective, update
 from rstar2_jax.report import console
 from rstar2_jax.rollout import ahead, groups, statistics, tier
@@ -151,12 +151,13 @@ async def _train(
             source=source,
             rooms=rooms,
             sampler=sampler,
-            examiner=exams.open_examiner(exam, rooms, sampler, run.seed),
+            examiner=exams.open_examiner(exam, rooms, sampler, run.seed, source),
             clock=clock.Clock(workdir),
             screen=screen,
         )
         writer = stack.enter_context(metrics.MetricsWriter(workdir, start_step=progress.step))
         trajectories.cut(workdir, progress.step)
+        timeline.cut(workdir, progress.step)
         publish.prepare(desk.weights, progress.step - 1)
         await _publish(desk, progress)
         await rooms.warm_up("1", rollout)
@@ -269,7 +270,7 @@ def _judge(desk: _Desk, step: int, told: Metrics) -> Metrics:
     """Does training gain what the held-out problems lose? Said aloud, and as a metric."""
     if not desk.examiner.is_due(step):
         return {}
-    diverges = exams.alarm(desk.workdir, step, told)
+    diverges = exams.alarm(desk.workdir, step, told, desk.screen.note)
     if diverges:
         desk.screen.note(f"! {diverges}")
     return {"eval/diverged": float(diverges is not None)}

@@ -81,6 +81,11 @@ class FiniteSource:
         self.report = report
 
     @property
+    def prompts(self) -> list[Prompt]:
+        """All problems, in their own order."""
+        return [row.prompt for row in self._rows]
+
+    @property
     def size(self) -> int:
         """Number of problems, the length of an epoch."""
         return len(self._rows)

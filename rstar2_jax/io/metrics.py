@@ -2,7 +2,8 @@
 
 Names are `stage/name_unit`. Line s belongs to step s, counted from 0: it is written when the update that takes the
 state from step s to s + 1 is done. A run continued from the checkpoint of step s cuts the lines with step >= s first,
-so that the file reads as if nothing had happened; TensorBoard is told to hide the same steps.
+so that the file reads as if nothing had happened; TensorBoard is told to hide the same steps. A damaged line ends no
+run: it is left where it is, and left out with a message by everyone who reads the file.
 
 A number that is not finite never reaches the file as such: it is written as null, and `metrics/nonfinite_count` of the
 same line says how many there were. None means "no value in this step" (an error rate over no calls) and is not counted.
@@ -13,11 +14,12 @@ Deliberately not here: what the numbers mean (train.py, report/) and any averagi
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ NONFINITE = "metrics/nonfinite_count"
 _EVENTS: Any = tensorboardX.proto.event_pb2
 _SUMMARIES: Any = tensorboardX.proto.summary_pb2
 
+_LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"[a-z][a-z0-9_]*(/[A-Za-z0-9_.\-]+)+")
 
 
@@ -52,7 +55,7 @@ class MetricsWriter:
         start_step: first step that will be written; lines of this and later steps are cut.
 
     Raises:
-        ValueError: the file holds a line that is not a step's record (other than a torn last one).
+        ValueError: the file holds something else than records of steps that rise.
     """
 
     def __init__(self, workdir: str | os.PathLike[str], *, start_step: int = 0) -> None:
@@ -84,7 +87,9 @@ class MetricsWriter:
                 number = None
             line[name] = number
         line[NONFINITE] = nonfinite
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        left = json.dumps(line, allow_nan=False).encode() + b"\n"
+        while left:
+            left = left[self._file.write(left) :]
         os.fsync(self._file.fileno())
         self._last_step = int(step)
         self._board.write(
@@ -103,16 +108,24 @@ class MetricsWriter:
         self.close()
 
 
-def read_metrics(workdir: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+def read_metrics(
+    workdir: str | os.PathLike[str], report: Callable[[str], None] = _LOG.warning
+) -> dict[str, np.ndarray]:
     """Columns of workdir/metrics.jsonl: `step` as i64[n], every other name as f64[n], NaN where a step has no value.
 
-    Safe while the run is writing: a torn last line is left out.
+    Safe while the run is writing: a last line without an end is left out.
+
+    Args:
+        report: receives one message for every other line that is not the record of a step; it is left out too.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line before the last is torn.
     """
-    lines, _ = _parse(Path(workdir) / METRICS_FILE)
+    path = Path(workdir) / METRICS_FILE
+    found, damaged = _parse(path)
+    for number in damaged:
+        report(f"{path}, line {number}: not the record of a step, left out")
+    lines = [line for line, _ in found]
     names = {name: None for line in lines for name in line if name != "step"}
     columns: dict[str, np.ndarray] = {"step": np.array([line["step"] for line in lines], np.int64)}
     for name in names:
@@ -165,39 +178,44 @@ def _number(name: str, value: Any) -> float | int | None:
     raise ValueError(f"metric {name} = {value!r} is a {type(value).__name__}: only numbers and None can be written")
 
 
-def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The records of a file and the bytes that they cover; a torn last line is in neither."""
-    data = path.read_bytes()
-    lines: list[dict[str, Any]] = []
+def _parse(path: Path) -> tuple[list[tuple[dict[str, Any], int]], list[int]]:
+    """(record, where its line ends in the file) of every step, and the numbers of the lines that are no records; a last
+    line without an end is in neither."""
+    found: list[tuple[dict[str, Any], int]] = []
+    damaged: list[int] = []
     end = 0
-    for row in data.splitlines(keepends=True):
-        try:
-            line = json.loads(row)
-            valid = isinstance(line, dict) and isinstance(line.get("step"), int)
-        except ValueError:
-            valid = False
-        whole = row.endswith(b"\n")
-        if not valid or not whole:
-            if end + len(row) == len(data):
-                break
-            raise ValueError(f"{path}, line {len(lines) + 1}: not the record of a step; repair or remove the file")
-        lines.append(line)
+    for number, row in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         end += len(row)
-    return lines, end
+        line = _record(row)
+        if line is not None and row.endswith(b"\n"):
+            found.append((line, end))
+        elif row.endswith(b"\n"):
+            damaged.append(number)
+    return found, damaged
+
+
+def _record(row: bytes) -> dict[str, Any] | None:
+    """The record of a step in a line, or None."""
+    try:
+        line = json.loads(row)
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+        return None
+    return line if all(value is None or isinstance(value, int | float) for value in line.values()) else None
 
 
 def _cut(path: Path, start_step: int) -> int | None:
-    """Leave only whole lines with step < start_step in the file; the last of these steps, or None."""
+    """Leave only lines up to the last one with step < start_step in the file; that step, or None."""
     if not path.exists():
         return None
-    lines, end = _parse(path)
-    kept = [line for line in lines if line["step"] < start_step]
-    if len(kept) < len(lines):
-        if any(line["step"] < start_step for line in lines[len(kept) :]):
-            raise ValueError(f"{path}: steps do not rise from line to line; repair or remove the file")
-        rows = path.read_bytes().splitlines(keepends=True)
-        end = sum(len(row) for row in rows[: len(kept)])
+    found, damaged = _parse(path)
+    if damaged and not found:
+        raise ValueError(f"{path}, line {damaged[0]}: not the record of a step, nor is any other; remove the file")
+    kept = [line["step"] for line, _ in found if line["step"] < start_step]
+    if [line["step"] for line, _ in found[: len(kept)]] != kept or kept != sorted(set(kept)):
+        raise ValueError(f"{path}: steps do not rise from line to line; repair or remove the file")
     with path.open("r+b") as file:
-        file.truncate(end)
+        file.truncate(found[len(kept) - 1][1] if kept else 0)
         os.fsync(file.fileno())
-    return kept[-1]["step"] if kept else None
+    return kept[-1] if kept else None

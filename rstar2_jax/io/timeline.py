@@ -4,8 +4,8 @@ timeline.jsonl, beside metrics.jsonl:
 
     {"step": 3, "start_s": 41.2, "bin_s": 0.25, "busy": {"generate": [12.0, 64.0, 31.5], "learn": [0.0, 0.0, 0.9]}}
 
-start_s counts from the start of this process; entry i of a kind is the mean number of its spans under way in the bin
-from start_s + i * bin_s on. A line covers the time since the line before.
+start_s counts from the start of the process that wrote the line; entry i of a kind is the mean number of its spans
+under way in the bin from start_s + i * bin_s on. A line covers the time since the line before.
 
 Deliberately not here: single spans (a step of the paper's has a hundred thousand), and drawing (report/timeline.py).
 """
@@ -82,8 +82,19 @@ class Timeline:
         return total[:bins].tolist()
 
 
+def cut(workdir: str | Path, start_step: int) -> None:
+    """Leave only lines of steps below start_step, for a run that does the others again; a torn line goes too."""
+    path = Path(workdir) / TIMELINE_FILE
+    if not path.exists():
+        return
+    kept = [line for line in read_timeline(workdir) if line["step"] < start_step]
+    new = path.with_suffix(".new")
+    new.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    new.replace(path)
+
+
 def read_timeline(workdir: str | Path) -> list[dict]:
-    """The lines of workdir/timeline.jsonl; a torn last one is left out.
+    """The lines of workdir/timeline.jsonl; torn ones are left out.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -91,5 +102,7 @@ def read_timeline(workdir: str | Path) -> list[dict]:
     lines = []
     for text in (Path(workdir) / TIMELINE_FILE).read_text().splitlines():
         with contextlib.suppress(ValueError):
-            lines.append(json.loads(text))
+            line = json.loads(text)
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                lines.append(line)
     return lines

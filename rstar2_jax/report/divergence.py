@@ -48,8 +48,8 @@ def alarm(columns: Mapping[str, np.ndarray]) -> str | None:
     told = ", ".join(f"{name} {before:.2f} -> {now:.2f}" for name, (before, now) in sorted(risen.items()))
     return (
         f"training and held-out problems diverge: held-out accuracy fell from {accuracy[best]:.2f} (step "
-        f"{steps[best]}) to {accuracy[last]:.2f} (step {steps[last]}) while training reward rose ({told}): look at "
-        "what these sources reward"
+        f"{steps[best]:.0f}) to {accuracy[last]:.2f} (step {steps[last]:.0f}) while training reward rose ({told}): "
+        "look at what these sources reward"
     )
 
 

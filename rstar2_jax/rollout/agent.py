@@ -25,19 +25,19 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from rstar2_jax.data import chat as chat_room
+from rstar2_jax.rollout import deadline
 from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Request, RoomError, Sampling
 from rstar2_jax.settings import Rollout
 from rstar2_jax.tools import parse, protocol
 from rstar2_jax.types import CallStatus, FinishReason, Prompt, StopReason, ToolCall, ToolResult, Trajectory, Turn
 
 _LOG = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 class Seat(Protocol):
@@ -56,10 +56,6 @@ class Seat(Protocol):
     async def generate(self, request: Request) -> Generation | None:
         """Sample one turn; None when the place was lost meanwhile: to be asked again when there is room."""
         ...
-
-
-class DeadlineError(RuntimeError):
-    """Something did not come within the deadline; the text names it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +79,7 @@ class Fault:
     lost: bool
 
 
+_KINDS = {deadline.DeadlineError: "deadline", RoomError: "room"}
 _OURS = frozenset({CallStatus.INFRA, CallStatus.REJECTED})
 
 
@@ -199,9 +196,8 @@ async def run_episode(
     try:
         async with tools.episode(episode.name) as episode.tools:
             stop_reason = await _run(episode)
-    except (DeadlineError, EngineError) as error:
-        kinds = {DeadlineError: "deadline", RoomError: "room"}
-        episode.fault(kinds.get(type(error), "engine"), error, lost=True)
+    except (deadline.DeadlineError, EngineError) as error:
+        episode.fault(_KINDS.get(type(error), "engine"), error, lost=True)
         stop_reason = StopReason.LOST
     except Exception as error:  # one of the three places of fault tolerance: a lost episode never ends the step
         _LOG.warning("unexpected fault in episode turn %s", episode.rid, exc_info=error)
@@ -252,7 +248,7 @@ async def _generate(episode: _Episode) -> Generation:
         episode.waiting_for = f"room in an engine, request {request.rid}"
         await episode.engine.ready(room_s)
         episode.waiting_for = f"engine {episode.engine.caps.name!r}, request {request.rid}"
-        generation = await _within(
+        generation = await deadline.within(
             functools.partial(episode.engine.generate, request),
             settings.deadline_s,
             f"{episode.waiting_for} (prompt {episode.prompt.id}, turn {len(episode.turns)})",
@@ -306,7 +302,7 @@ async def _run_calls(episode: _Episode, calls: tuple[ToolCall, ...]) -> tuple[To
     where = f" (prompt {episode.prompt.id}, turn {len(episode.turns)})"
     outcomes = await asyncio.gather(
         *(
-            _within(
+            deadline.within(
                 functools.partial(episode.tools.run, call, key=_call_key(episode.rid, index, call)),
                 episode.settings.deadline_s,
                 places[index] + where,
@@ -317,7 +313,7 @@ async def _run_calls(episode: _Episode, calls: tuple[ToolCall, ...]) -> tuple[To
     )
     results = []
     for place, outcome in zip(places, outcomes, strict=False):
-        if isinstance(outcome, DeadlineError):
+        if isinstance(outcome, deadline.DeadlineError):
             raise outcome
         if not isinstance(outcome, ToolResult):
             fault = outcome if isinstance(outcome, BaseException) else f"gave {outcome!r} instead of a ToolResult"
@@ -361,20 +357,6 @@ def _without_end(token_ids: np.ndarray, end_ids: Sequence[int]) -> tuple[list[in
     ids = [int(i) for i in token_ids]
     ended = bool(ids) and ids[-1] in end_ids
     return (ids[:-1] if ended else ids), ended
-
-
-async def _within(begin: Callable[[], Awaitable[_T]], limit_s: float, waiting_for: str) -> _T:
-    """The awaited value, or DeadlineError that names it after `limit_s` seconds.
-
-    `begin` makes the awaitable, so that none is left unawaited where the wait is cancelled before it starts.
-    """
-    try:
-        async with asyncio.timeout(limit_s) as timeout:
-            return await begin()
-    except TimeoutError as error:
-        if not timeout.expired():
-            raise
-        raise DeadlineError(f"waited {limit_s:g} s for {waiting_for}") from error
 
 
 def _check_fits(episode: _Episode) -> None:

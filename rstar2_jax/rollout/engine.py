@@ -25,7 +25,7 @@ class EngineError(RuntimeError):
 
 
 class RoomError(EngineError):
-    """No engine gave a place within the limit: nobody's turn was slow, the engines were full or the only fit was away."""
+    """No engine gave a place within the limit: no turn was slow, the engines were full or the only fit was away."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

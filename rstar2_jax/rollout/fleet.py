@@ -10,6 +10,7 @@ Deliberately not here: servers on other machines; Slurm and Kubernetes keep thos
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import json
@@ -26,7 +27,8 @@ from rstar2_jax.settings import Model
 _START_S = 180.0  # imports and the first line on a busy machine
 _LOOK_S = 2.0
 _MOST_SILENT_S = 30.0
-_MOST_RESTARTS = 20  # a fault that comes back each time is not mended by restarting
+_MOST_RESTARTS = 20  # within the window: a fault that comes back each time is not mended by restarting
+_WINDOW_S = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +47,29 @@ class Plan:
     prefill_chunk_tokens: int
 
 
+class Restarts:
+    """Counts restarts, and says when they come too often; rare ones never add up.
+
+    Args:
+        most: allowed within any window of `window_s` seconds.
+    """
+
+    def __init__(self, most: int, window_s: float) -> None:
+        self._most, self._window_s = most, window_s
+        self._recent: collections.deque[float] = collections.deque()
+        self.total = 0
+
+    def allowed(self, now_s: float) -> bool:
+        """Whether one more may take place now; if so, it is counted."""
+        while self._recent and now_s - self._recent[0] >= self._window_s:
+            self._recent.popleft()
+        if len(self._recent) >= self._most:
+            return False
+        self._recent.append(now_s)
+        self.total += 1
+        return True
+
+
 class Replica:
     """One engine process, and its client.
 
@@ -59,7 +84,12 @@ class Replica:
         self._process: asyncio.subprocess.Process | None = None
         self._port = 0
         self._keeper: asyncio.Task[None] | None = None
-        self.restarts = 0
+        self._restarts = Restarts(_MOST_RESTARTS, _WINDOW_S)
+
+    @property
+    def restarts(self) -> int:
+        """How often the process was started again."""
+        return self._restarts.total
 
     @property
     def pid(self) -> int:
@@ -140,10 +170,10 @@ class Replica:
                 self._report(f"! engine process {self._name} is silent for {silent_s:.0f} s: killed")
                 await _end(self._process, signal.SIGKILL)
             silent_s = 0.0
-            if self.restarts == _MOST_RESTARTS:
-                self._report(f"! engine process {self._name} ended {_MOST_RESTARTS} times: left alone; see {self._log}")
+            if not self._restarts.allowed(asyncio.get_running_loop().time()):
+                often = f"ended {_MOST_RESTARTS} times in {_WINDOW_S:.0f} s"
+                self._report(f"! engine process {self._name} {often}: left alone; see {self._log}")
                 return
-            self.restarts += 1
             self._report(f"! engine process {self._name} ended ({self._process.returncode}): started again")
             try:
                 await self._launch()

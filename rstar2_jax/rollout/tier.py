@@ -33,7 +33,7 @@ class Tier:
     timeline: timeline.Timeline
 
     async def warm_up(self, question: str, settings: settings.Rollout) -> None:
-        """Compile the programs of every engine on a prompt of the run, asked twice at once, so that no episode's deadline
+        """Compile every engine's programs on a prompt of the run, asked twice at once, so that no episode's deadline
         counts the compilation. To be called once the engines have weights."""
         limits = Sampling(
             temperature=settings.temperature,

@@ -64,12 +64,32 @@ def test_a_torn_last_line_is_repaired(tmp_path):
         assert path.read_bytes() == whole
 
 
-def test_a_torn_line_in_the_middle_is_an_error_with_its_number(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"st\n{"step": 2}\n')
-    with pytest.raises(ValueError, match="line 2"):
-        metrics.MetricsWriter(tmp_path, start_step=3)
-    with pytest.raises(ValueError, match="line 2"):
-        metrics.read_metrics(tmp_path)
+DAMAGED = ['{"st', '{"step": 1, "a/b": "text"}', "[1]", "", '{"step": "1"}', '{"step": 1} {"step": 2}']
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_line_is_left_out_with_a_message_that_gives_its_number_and_ends_no_run(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    text = f'{{"step": 0, "a/b": 1.0}}\n{damage}\n{{"step": 2, "a/b": 3.0}}\n'
+    path.write_text(text)
+    with metrics.MetricsWriter(tmp_path, start_step=3) as writer:
+        writer.write(3, {"a/b": 4.0})
+    assert path.read_text().startswith(text)
+    messages = []
+    columns = metrics.read_metrics(tmp_path, messages.append)
+    assert columns["step"].tolist() == [0, 2, 3] and columns["a/b"].tolist() == [1.0, 3.0, 4.0]
+    assert messages == [f"{path}, line 2: not the record of a step, left out"]
+    metrics.MetricsWriter(tmp_path, start_step=1).close()
+    assert path.read_text() == '{"step": 0, "a/b": 1.0}\n'
+
+
+def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for text in ("a diary\nof mine\n", '{"step": 0}\n{"step": 0}\n{"step": 1}\n', '{"step": 1}\n{"step": 0}\n'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="metrics.jsonl.* remove the file"):
+            metrics.MetricsWriter(tmp_path, start_step=1)
+        assert path.read_text() == text
 
 
 def test_a_writer_killed_in_full_run_leaves_every_step_it_reported(tmp_path):

@@ -95,3 +95,19 @@ def test_the_picture_of_a_run_is_drawn_and_an_empty_one_is_refused(tmp_path):
     assert drawn.main([str(tmp_path)]) == 0
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert np.isclose(drawn.overlap(timeline.read_timeline(tmp_path)), 1.0)
+
+
+def test_a_run_that_goes_on_cuts_the_lines_of_the_steps_that_it_does_again(tmp_path):
+    now = Hand()
+    line = timeline.Timeline(tmp_path, now=now)
+    for step in range(5):
+        now.s += 0.1
+        line.flush(step)
+    path = tmp_path / timeline.TIMELINE_FILE
+    whole = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(whole) + '{"step": 5, "st')
+    timeline.cut(tmp_path, 3)
+    assert path.read_text() == "".join(whole[:3])
+    timeline.cut(tmp_path, 0)
+    assert timeline.read_timeline(tmp_path) == [] and [p.name for p in tmp_path.iterdir()] == [path.name]
+    timeline.cut(tmp_path / "absent", 0)

@@ -58,12 +58,33 @@ def test_a_range_in_brackets_stands_for_all_of_it():
     [
         (("http://a[3-1]:1",), r"the range \[3-1\] is empty"),
         (("http://a[1-2]:1", "http://a2:1"), "names an address twice"),
-        (("a:1",), r"\['a:1'\] must begin with http://"),
+        (("http://a[1-99999999]:1",), "of more than 10000 addresses"),
+        (("a:1",), "'a:1' must be http://host:port, beginning with http://"),
+        ((" http://a:1",), "without spaces"),
+        (("http://a:notaport",), "'http://a:notaport' must be .* the port is 'notaport', and must be a number from 1"),
+        (("http://a:",), "the port is ''"),
+        (("http://a:70000",), "the port is '70000'"),
+        (("http://a:0",), "the port is '0'"),
+        (("http://a:1/",), "and no more: take away what follows the port"),
+        (("http://a:1/v1",), "and no more"),
+        (("http://me@a:1",), "or precedes the host"),
+        (("http://",), "the host is ''"),
+        (("http://:1",), "the host is ''"),
+        (("http://a[1-]:1",), r"the host is 'a\[1-\]'; a range in it is two numbers, as in node\[01-08\]"),
+        (("http://a[01-08:1",), "the host is"),
+        (("http://a[x-y]:1",), "the host is"),
+        (("http://a:[1-x]",), "the host is|the port is"),
+        (("http://a b:1",), "the host is 'a b'"),
     ],
 )
 def test_addresses_that_cannot_be_meant_are_refused(engines, words):
     with pytest.raises(ValueError, match=words):
         settings.Fleet(engines=engines)
+
+
+def test_addresses_of_every_usual_kind_are_taken():
+    kinds = ("http://10.0.0.7:30000", "https://gpu-3.cluster.example:443", "http://[::1]:30000", "http://gateway")
+    assert settings.Fleet(engines=kinds).addresses == kinds
 
 
 def test_addresses_and_processes_of_our_own_exclude_each_other():

@@ -195,6 +195,20 @@ def test_a_macro_that_nothing_uses_is_an_error(stage):
     assert "macro STEPZ is not used by anything" in error_of(stage("STEPZ = 4\n"))
 
 
+def test_a_macro_behind_something_that_the_run_does_not_take_is_an_error(stage):
+    wiring = WIRING + "EVERY = 10\nHALF = %EVERY\nsettings.Exam.every_steps = %HALF\n"
+    resolve(stage(wiring=wiring))  # a shared file speaks about other runs too
+    complaint = r"macro (EVERY|HALF) is not used by anything that RUN = @strict_runs.go takes"
+    assert re.search(complaint, error_of(stage("EVERY = 5\n", wiring=wiring)))
+    assert re.search(complaint, error_of(stage(wiring=wiring), flags=["EVERY = 5"]))
+    with pytest.raises(gin_source.ConfigError, match="macro HELD_OUT_EVERY is not used by anything that RUN = @eval"):
+        resolve("eval.gin", flags=["HELD_OUT_EVERY = 5"])
+
+
+def test_a_macro_whose_value_is_overridden_is_no_error(stage):
+    assert resolve(stage(), flags=["settings.Optimizer.lr = 1e-5"]).origins["settings.Optimizer.lr"]
+
+
 def test_a_macro_defined_through_itself_is_an_error(stage):
     assert "defined through itself" in error_of(stage("A = %B\nB = %A\nstrict_runs.go.samples = %A\n"))
 

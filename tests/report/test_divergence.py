@@ -23,6 +23,8 @@ def test_a_leaky_source_that_rises_while_held_out_accuracy_falls_is_named_and_th
     text = divergence.alarm(columns([0.5, 0.6, 0.3], leaky=(0.4, 0.95), honest=(0.5, 0.5)))
     assert text is not None and "fell from 0.60 (step 10) to 0.30 (step 20)" in text
     assert "leaky" in text and "honest" not in text
+    found = columns([0.5, 0.6, 0.3], leaky=(0.4, 0.95))
+    assert divergence.alarm(found | {"step": found["step"].astype(float)}) == divergence.alarm(found)
 
 
 def test_accuracy_is_held_against_the_best_evaluation_and_not_against_the_last_one():

@@ -170,7 +170,8 @@ def real_server(folder, *, ranks=1, dtype="float32", extra=()) -> Iterator[tuple
     log = pathlib.Path(folder).parent / f"server-{ranks}-{url.rpartition(':')[2]}.log"
     flags = ["--device=cpu", "--attention-backend=torch_native", "--sampling-backend=pytorch", "--grammar-backend=none"]
     flags += ["--max-total-tokens=4096", "--context-length=512", "--disable-overlap-schedule", "--skip-tokenizer-init"]
-    flags += ["--sleep-on-idle", f"--dtype={dtype}", f"--tp={ranks}", "--host=127.0.0.1", f"--port={url.rpartition(':')[2]}", *extra]
+    flags += ["--sleep-on-idle"]  # its processes spin otherwise
+    flags += [f"--dtype={dtype}", f"--tp={ranks}", "--host=127.0.0.1", f"--port={url.rpartition(':')[2]}", *extra]
     command = [str(SGLANG_PYTHON), "-m", "sglang.launch_server", f"--model-path={folder}", *flags]
     if shutil.which("setpriv"):  # tests that end in the middle leave no server behind
         command = ["setpriv", "--pdeathsig=KILL", *command]

@@ -225,7 +225,9 @@ def test_tied_embeddings_load_from_the_store_too(tmp_path, ranks, real_servers):
         assert post(url, "/weights_checker", action=action)[0] == 200
 
 
-def test_a_server_killed_in_the_middle_of_an_update_is_an_engine_error_and_its_successor_takes_up(weights, real_servers):
+def test_a_server_killed_in_the_middle_of_an_update_is_an_engine_error_and_its_successor_takes_up(
+    weights, real_servers
+):
     real_servers.stop()
 
     async def kill_it():
