@@ -3,7 +3,7 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 JOBS ?= 2               # test files at once
 TESTS = $(PY) -m pytest -n $(strip $(JOBS)) --dist loadfile
-.PHONY: help setup box box-real test unit torch test-octave sglang-env test-sglang lint fuzz clean
+.PHONY: help setup box box-real test unit torch test-octave sglang-env test-sglang lint fuzz drills clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -37,13 +37,16 @@ sglang-env:      ## an environment with a real SGLang server for the CPU (Python
 	@launch/sglang_env.sh
 
 test-sglang: setup sglang-env ## the contract, the weight loader and a training step against that server
-	$(PY) -m pytest -m sglang
+	$(PY) -m pytest -m sglang -o faulthandler_timeout=1800
 
 lint: setup      ## ruff, import rule, pyright
 	$(PY) -m pytest -q tests/house
 
 fuzz: setup      ## a million random and mutated inputs through everything that reads what others wrote
 	PYTHONPATH=.:sandbox $(PY) tests/sandbox/fuzz.py 1000000
+
+drills: setup    ## twenty kills and stops of engine processes in the middle of their rollouts
+	PYTHONPATH=.:sandbox JAX_PLATFORMS=cpu $(PY) tests/e2e/drills.py 20
 
 clean:           ## what the targets above made, runs/ excepted
 	rm -rf $(VENV) .venv-sglang build dist *.egg-info sandbox/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
