@@ -3,7 +3,7 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 JOBS ?= 2               # test files at once
 TESTS = $(PY) -m pytest -n $(strip $(JOBS)) --dist loadfile
-.PHONY: help setup box box-real test unit torch test-octave sglang-env test-sglang lint fuzz drills clean
+.PHONY: help setup box study box-real test unit torch test-octave sglang-env test-sglang lint fuzz drills clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -13,6 +13,9 @@ setup:           ## Redis, virtual environment, pinned packages (repeating it ta
 
 box: setup       ## the whole job on two cores: SFT, three RL stages, evaluation, export
 	VENV=$(VENV) launch/box.sh
+
+study: setup     ## what RoC does, beside five other arms: 5 seeds, figure and table with intervals
+	VENV=$(VENV) launch/study.sh
 
 # Its environment is its own, on Python 3.11 where there is one: torch's CPU build, for the check of the export, is for 3.11.
 box-real:        ## the same job on real weights and real problems

@@ -212,6 +212,10 @@ class Roc:
         reject_equal: drop groups whose rewards are all equal.
         max_refills: further rounds of prompts sampled to fill the step with live groups.
         max_unscored: share of unscored rollouts above which the step is abandoned with the weights unchanged.
+        by_class: keep both outcomes in the proportion that they had; False draws G of all, blind to the outcome too.
+        repetition_weight: the share of repeated n-grams, times this, is added to the penalty (the paper: it hurts).
+        truncated: rollouts cut off by a limit are kept as `negative`, or `masked`: overlong filtering, they count in
+            their group's statistics and are not trained on (the paper: it hurts).
     """
 
     positives: Literal["inverse", "greedy", "uniform"] = "inverse"
@@ -220,9 +224,18 @@ class Roc:
     reject_equal: bool = True
     max_refills: int = 0
     max_unscored: float = 0.1
+    by_class: bool = True
+    repetition_weight: float = 0.0
+    truncated: Literal["negative", "masked"] = "negative"
 
     def __post_init__(self) -> None:
         _one_of(self, "positives", ("inverse", "greedy", "uniform"))
+        _one_of(self, "truncated", ("negative", "masked"))
+        _check(self.repetition_weight >= 0, self, "repetition_weight", "must be 0 (off) or more")
+        blind = self.by_class or (self.positives == "uniform" and self.repetition_weight == 0)
+        _check(
+            blind, self, "by_class", "False draws without any weight: set positives = 'uniform', repetition_weight = 0"
+        )
         _check(self.min_class >= 0, self, "min_class", "must be 0 or more")
         _positive(self, "p_floor")
         _check(self.max_refills >= 0, self, "max_refills", "must be 0 or more")

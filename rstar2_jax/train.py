@@ -213,7 +213,7 @@ async def _step(desk: _Desk, progress: _Progress, batches: ahead.Ahead) -> Metri
     with desk.clock.phase("select"):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(desk.run.seed), progress.step), 1)
         chosen = batch.select(collected.groups, key, desk.rollout, desk.roc, desk.learner.loss)
-        rows = [] if abandoned else batch.rows(collected.groups, chosen)
+        rows = [] if abandoned else batch.rows(collected.groups, chosen, desk.roc)
         told |= {"learner/trained_rows": float(len(rows))}
     with desk.clock.phase("learn"):
         learned = await _learn(desk, batch.minibatches(rows, desk.learner))
@@ -251,7 +251,8 @@ async def _learn(desk: _Desk, work: Sequence[batch.Minibatch]) -> Metrics:
 def _log(desk: _Desk, step: int, collected: groups.Collection, chosen: batch.Selection | None) -> None:
     """Every episode of the step on disk; RoC's choice beside it, unless the step was abandoned."""
     weight = functools.partial(roc_rule.weights, p_floor=desk.roc.p_floor)
-    drawn = weight if desk.roc.positives == "inverse" else None
+    known = desk.roc.positives == "inverse" and desk.roc.repetition_weight == 0
+    drawn = weight if known else None
     used = (None, None, None) if chosen is None else (chosen.kept, chosen.advantages, drawn)
     records = trajectories.records(collected.groups, *used)
     records += trajectories.records(collected.rejected, first_group=len(collected.groups))

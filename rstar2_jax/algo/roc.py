@@ -90,11 +90,13 @@ def _resample_group(
     noise = -jax.random.gumbel(key, rewards.shape)
     first = penalties if how.positives == "greedy" else jnp.zeros_like(penalties)
     second = noise - jnp.log(weights(penalties, how.p_floor)) if how.positives == "inverse" else noise
-    rank = _ranks(first, second, scored[None, :] & (positive[None, :] == positive[:, None]))
+    same = (positive[None, :] == positive[:, None]) if how.by_class else True
+    rank = _ranks(first, second, scored[None, :] & same)
     total, num_pos = scored.sum(), positive.sum()
     take_pos = num_positives(num_pos, total - num_pos, group_size, how.min_class)
     take_neg = jnp.minimum(group_size, total) - take_pos
-    chosen = scored & (rank < jnp.where(positive, take_pos, take_neg))
+    limit = jnp.where(positive, take_pos, take_neg) if how.by_class else jnp.minimum(group_size, total)
+    chosen = scored & (rank < limit)
     slot = jnp.where(chosen, jnp.cumsum(chosen) - 1, group_size)
     columns = jnp.arange(rewards.shape[0], dtype=jnp.int32)
     indices = jnp.zeros(group_size, jnp.int32).at[slot].set(columns, mode="drop")
@@ -115,6 +117,7 @@ def resample(
     Unscored rollouts (valid False, or a reward that is not finite) leave their group first; N below is what stays. Of N
     <= G all are kept. Else num_positives(...) correct ones are drawn without replacement, by weight (`inverse`), lowest
     penalty first with random ties (`greedy`) or blindly (`uniform`), and the rest uniformly from the wrong ones.
+    Without by_class, G of all are drawn uniformly and the outcomes fall as they will.
 
     Prompt p draws from fold_in(key, p): its choice depends neither on the other prompts nor on unscored columns after
     it. Pure; group_size and settings are static under jit.
@@ -125,7 +128,7 @@ def resample(
         penalties: p_total >= 0; read for correct rollouts only.
         valid: True where the rollout was scored.
         group_size: G.
-        settings: positives, min_class, p_floor.
+        settings: positives, min_class, p_floor, by_class.
 
     Returns:
         indices: columns of the input, ascending where kept; 0, to be ignored, where not.

@@ -20,7 +20,11 @@ from rstar2_jax.algo import advantages as advantage_rule
 from rstar2_jax.algo import loss as loss_rule
 from rstar2_jax.algo import roc
 from rstar2_jax.data import pack
-from rstar2_jax.types import Group, TrainBatch
+from rstar2_jax.reward import quality
+from rstar2_jax.types import Group, StopReason, TrainBatch
+
+_PAPER = settings.Roc()
+_CUT_OFF = frozenset({StopReason.LENGTH, StopReason.BUDGET, StopReason.TURNS})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -61,10 +65,18 @@ def select(
     valid = np.zeros(shape, bool)
     for row, group in enumerate(groups):
         size = len(group.trajectories)
-        rewards[row, :size], penalties[row, :size], valid[row, :size] = group.rewards, group.penalties, group.valid
+        rewards[row, :size], valid[row, :size] = group.rewards, group.valid
+        penalties[row, :size] = group.penalties + _repetition(group, how.repetition_weight)
     selector = _selector(rollout.group_size, how, loss.ddof, loss.advantage_eps)
     chosen, advantages = selector(key, rewards, penalties, valid)
     return Selection(kept=np.asarray(chosen)[: len(groups)], advantages=np.asarray(advantages)[: len(groups)])
+
+
+def _repetition(group: Group, weight: float) -> np.ndarray:
+    """What repeated n-grams add to each rollout's penalty."""
+    if weight == 0:
+        return np.zeros(len(group.trajectories), np.float32)
+    return weight * np.asarray([quality.repetition(t) for t in group.trajectories], np.float32)
 
 
 @functools.lru_cache(maxsize=8)
@@ -80,16 +92,21 @@ def _selector(group_size: int, how: settings.Roc, ddof: int, eps: float):
     return jax.jit(run)
 
 
-def rows(groups: Sequence[Group], selection: Selection) -> list[pack.Row]:
+def rows(groups: Sequence[Group], selection: Selection, how: settings.Roc = _PAPER) -> list[pack.Row]:
     """Training rows of the kept rollouts whose advantage is not zero, in the order of groups and samples.
 
-    A rollout with zero advantage has no gradient and must not count in the normaliser either.
+    A rollout with zero advantage has no gradient and must not count in the normaliser either; nor does one that a limit
+    cut off, under overlong filtering.
     """
+    masked = _CUT_OFF if how.truncated == "masked" else frozenset()
     return [
         pack.trajectory_row(trajectory, selection.advantages[place, index])
         for place, group in enumerate(groups)
         for index, trajectory in enumerate(group.trajectories)
-        if selection.kept[place, index] and selection.advantages[place, index] != 0 and trajectory.num_sampled_tokens
+        if selection.kept[place, index]
+        and selection.advantages[place, index] != 0
+        and trajectory.num_sampled_tokens
+        and trajectory.stop_reason not in masked
     ]
 
 

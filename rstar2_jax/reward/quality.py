@@ -18,6 +18,7 @@ from rstar2_jax.types import Trajectory
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _ANSWER, _ANSWER_END = "<answer>", "</answer>"
 _NO_CALL_PENALTY = 0.5
+_GRAM = 4
 
 _QUOTE_OR_END = re.compile(r'"|\\.|</tool_call>', re.DOTALL)
 _MAX_QUOTE_SCANS = 16  # each may read the text to its end; the bound keeps hostile text linear
@@ -84,6 +85,22 @@ def assess(trajectory: Trajectory, turn_texts: Sequence[str]) -> Penalties:
     if len(turn_texts) != len(trajectory.turns):
         raise ValueError(f"{len(turn_texts)} texts for {len(trajectory.turns)} turns: pass one decoded text a turn")
     return penalties(trajectory, *find_answers(turn_texts))
+
+
+def repetition(trajectory: Trajectory) -> float:
+    """Share of n-grams of sampled ids that occurred before in the same trajectory, in [0, 1]: 1 - distinct / all.
+
+    n = 4, inside single turns; 0 where no turn is that long. Source: paper, the n-gram repetition that was tried in the
+    RoC score and made training worse; off by default.
+    """
+    seen: set[tuple[int, ...]] = set()
+    total = 0
+    for turn in trajectory.turns:
+        ids = turn.sampled_ids.tolist()
+        grams = [tuple(ids[i : i + _GRAM]) for i in range(len(ids) - _GRAM + 1)]
+        seen.update(grams)
+        total += len(grams)
+    return 1 - len(seen) / total if total else 0.0
 
 
 def find_answers(turn_texts: Sequence[str]) -> Answers:

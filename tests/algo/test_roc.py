@@ -257,3 +257,23 @@ def test_live_groups_are_those_with_both_outcomes_among_the_kept():
     rewards = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 0], [1, 1, 1], [1, np.nan, 1], [1, 0, 0]], np.float32)
     kept = np.array([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 1, 1], [1, 1, 1], [0, 0, 0]], bool)
     assert jax.jit(roc.live_groups)(rewards, kept).tolist() == [True, False, False, False, False, False]
+
+
+def test_half_at_random_keeps_every_rollout_equally_often_whatever_its_outcome_and_penalty():
+    how = settings.Roc(by_class=False, positives="uniform")
+    draws = inclusion_of_many([1] * 2 + [0] * 6, [0, 2, 0, 0, 0, 0, 0, 0], how)
+    assert within_noise(draws, [0.5] * 8)
+
+
+def test_half_at_random_keeps_g_scored_rollouts_and_all_of_a_smaller_group():
+    how = settings.Roc(by_class=False, positives="uniform")
+    for total in range(9):
+        valid = np.arange(8)[None, :] < total
+        _, kept = choose(jax.random.key(total), [[1, 0] * 4], [[0.0] * 8], valid, how)
+        assert kept.sum() == min(4, total)
+
+
+def test_a_draw_without_classes_refuses_weights():
+    for changed in ({"positives": "inverse"}, {"positives": "uniform", "repetition_weight": 1.0}):
+        with pytest.raises(ValueError, match="by_class = False: False draws without any weight"):
+            settings.Roc(by_class=False, **changed)

@@ -49,13 +49,16 @@ def test_a_run_file_alone_parses_strictly_and_gives_a_run_function_all_its_argum
         assert type(arguments[name]) is wanted
 
 
-MODEL_OF = {"scale/box.gin": ["model/box.gin"], "scale/box_real.gin": ["model/smollm2_135m.gin"]}
+WITH = {
+    "scale/box.gin": ["model/box.gin", "scale/box.gin"],
+    "scale/study.gin": ["model/box.gin", "scale/box.gin", "scale/study.gin"],
+    "scale/box_real.gin": ["model/smollm2_135m.gin", "scale/box_real.gin"],
+}
 
 
 @pytest.mark.parametrize("run, scale", list(itertools.product(RUNS, SCALES)))
 def test_a_run_file_goes_with_every_scale(run, scale):
-    models = MODEL_OF.get(scale, [])
-    resolved = resolve(run, scale, *models, flags=flags_for(run, scale))
+    resolved = resolve(run, *WITH.get(scale, [scale]), flags=flags_for(run, scale))
     gin_strict.build(resolved)
     assert resolved.warnings == ()
 
@@ -160,6 +163,24 @@ def test_sft_evaluation_and_curation_have_the_paper_s_numbers():
     assert rollout.max_prompt_tokens + rollout.max_response_tokens <= evaluation["model"].max_positions
 
     assert arguments_of("curate.gin")["samples"] == 8
+
+
+def test_the_study_s_arms_differ_in_what_they_are_named_after_alone():
+    study = ("stage1.gin", *WITH["scale/study.gin"])
+    plain = arguments_of(*study)
+    assert (plain["rollout"].oversample, plain["rollout"].group_size, plain["rollout"].prompts_per_step) == (32, 16, 8)
+    assert plain["task"].families[-1] == "digit_sum" and plain["exam"].every_steps == 0
+    changed = {
+        "no_roc": {"rollout"},
+        "random_half": {"roc"},
+        "greedy": {"roc"},
+        "penalty_blind": {"roc"},
+        "no_tool": {"task", "rollout"},
+    }
+    for arm, wanted in changed.items():
+        other = arguments_of(*study, f"ablation/{arm}.gin")
+        assert {name for name, value in other.items() if value != plain[name]} - {"exam"} == wanted
+        assert other["rollout"].group_size == 16 and other["rollout"].oversample == (16 if "no_" in arm else 32)
 
 
 def test_the_difficulty_of_a_generated_source_rises_with_the_stage():

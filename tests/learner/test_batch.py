@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -115,3 +117,46 @@ def test_rows_that_do_not_divide_into_microbatches_are_refused():
     whole = batch.pack.pack(rows, row_tokens=16, rows_multiple=3)
     with pytest.raises(ValueError, match="do not divide into micro-batches of 2"):
         batch.cut(whole, 2)
+
+
+def test_overlong_filtering_trains_on_no_rollout_that_was_cut_off_and_leaves_the_advantages_alone():
+    whole = make_group(0, [1, 0, 0, 0])
+    ends = (StopReason.ANSWERED, StopReason.LENGTH, StopReason.TURNS, StopReason.ANSWERED)
+    ended = [dataclasses.replace(t, stop_reason=end) for t, end in zip(whole.trajectories, ends, strict=True)]
+    group = dataclasses.replace(whole, trajectories=tuple(ended))
+    masking = settings.Roc(truncated="masked")
+    chosen = batch.select([group], jax.random.key(0), ROLLOUT, masking, LOSS)
+    plain = batch.select([group], jax.random.key(0), ROLLOUT, ROC, LOSS)
+    assert (chosen.advantages == plain.advantages).all()
+    everything, masked = batch.rows([group], chosen), batch.rows([group], chosen, masking)
+    assert len(everything) == 4 and [row.advantage for row in masked] == [
+        everything[0].advantage,
+        everything[3].advantage,
+    ]
+
+
+def test_repetition_counts_in_the_penalty_by_its_weight():
+    repeating, fresh = np.tile(np.arange(4, dtype=np.int32), 3), np.arange(12, dtype=np.int32)
+    turns = [
+        dataclasses.replace(make_group(0, [1]).trajectories[0].turns[0], **turn_of(ids)) for ids in (repeating, fresh)
+    ]
+    base = make_group(0, [1] * 8 + [0] * 8)
+    said = [dataclasses.replace(t, turns=(turns[i % 2],)) for i, t in enumerate(base.trajectories)]
+    group = dataclasses.replace(base, trajectories=tuple(said))
+    kept = [
+        batch.select([group], jax.random.key(n), ROLLOUT, settings.Roc(repetition_weight=weight), LOSS).kept[0, :8]
+        for weight in (0.0, 50.0)
+        for n in range(20)
+    ]
+    plain, weighed = np.mean(kept[:20], axis=0), np.mean(kept[20:], axis=0)
+    assert weighed[1::2].mean() > 0.45 > 0.1 > weighed[::2].mean() and abs(plain[::2].mean() - plain[1::2].mean()) < 0.2
+
+
+def turn_of(ids):
+    ones = np.ones(len(ids))
+    return {
+        "token_ids": ids,
+        "mask": ones.astype(bool),
+        "behavior_logprobs": -ones.astype(np.float32),
+        "weights_versions": ones.astype(np.int32),
+    }

@@ -190,3 +190,29 @@ def test_hostile_repetition_stays_fast(piece):
     started = time.process_time()
     quality.find_answers([piece * (200_000 // len(piece))])
     assert time.process_time() - started < 3
+
+
+@pytest.mark.parametrize(
+    ("turns", "share"),
+    [([[1, 2, 3, 4, 5, 6]], 0), ([[1, 2, 3]], 0), ([], 0), ([[1] * 8], 0.8), ([[1, 2, 3, 4], [1, 2, 3, 4]], 0.5)],
+)
+def test_repetition_is_the_share_of_four_grams_that_were_said_before(turns, share):
+    made = [
+        Turn(
+            token_ids=np.asarray(ids, np.int32),
+            mask=np.ones(len(ids), bool),
+            behavior_logprobs=np.full(len(ids), -1, np.float32),
+            weights_versions=np.zeros(len(ids), np.int32),
+            finish_reason=FinishReason.STOP,
+        )
+        for ids in turns
+    ]
+    trajectory = Trajectory(
+        prompt_id="p",
+        prompt_ids=np.zeros(1, np.int32),
+        seed=0,
+        sample_index=0,
+        turns=tuple(made),
+        stop_reason=StopReason.ANSWERED,
+    )
+    assert quality.repetition(trajectory) == pytest.approx(share)
