@@ -20,7 +20,7 @@ from rstar2_sandbox.images import KeeperEnd, KeeperGoneError
 from rstar2_sandbox.jail_child import EXIT_MEMORY
 from rstar2_sandbox.protocol import SUPERSEDED, Limits, Outcome, Status
 
-KILL_GRACE_S = 5.0
+KILL_GRACE_S = 10.0  # below client.GRACE_S: its caller hears of it
 READERS_AFTER_S = 0.005
 COUNT_AFTER_S = 0.015
 DEMOTE_AFTER_S = 0.08
