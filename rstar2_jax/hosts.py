@@ -1,9 +1,10 @@
-"""The engines of a run: settings of their own, kept apart from settings.py, which binds them as `settings.Fleet`."""
+"""Where a run's engines and its endpoint are: settings kept apart from settings.py, which binds them under its name."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Literal
 
 _MOST_IN_RANGE = 10_000
 
@@ -77,6 +78,34 @@ def _odd(address: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.\-]*[A-Za-z0-9_.])?", host):
         return f"{wanted}: the host is {host!r}; a range in it is two numbers, as in node[01-08]"
     return ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """Where and how a finished model answers over HTTP (endpoint.py).
+
+    Args:
+        host: address to listen on; there is no authentication, so that others than the loopback need a trusted network.
+        port: 0 takes a free one.
+        reasoning: thoughts and tool calls `apart`, as reasoning_content, or `inside` the content.
+        most_choices: answers in flight; beyond that a request is refused with 429.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    reasoning: Literal["apart", "inside"] = "apart"
+    most_choices: int = 256
+
+    def __post_init__(self) -> None:
+        rules = [
+            ("host", bool(self.host), "must be an address of this machine"),
+            ("port", 0 <= self.port < 2**16, "must be in [0, 65535]; 0 takes a free one"),
+            ("reasoning", self.reasoning in ("apart", "inside"), "must be one of apart, inside"),
+            ("most_choices", self.most_choices > 0, "must be above 0"),
+        ]
+        for field, ok, rule in rules:
+            if not ok:
+                raise ValueError(f"Endpoint.{field} = {getattr(self, field)!r}: {rule}")
 
 
 def _expanded(pattern: str) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Literal
 from rstar2_jax import hosts
 
 Fleet = hosts.Fleet  # bound in gin like the settings below
+Endpoint = hosts.Endpoint
 Family = Literal["llama", "qwen2", "qwen3"]
 
 

@@ -10,7 +10,7 @@ Deliberately not here: scheduling over several engines, and text of any kind.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -44,12 +44,16 @@ class Request:
     """One turn to generate. The same (prompt_ids, seed, sampling, weights) gives the same ids on any engine state.
 
     temperature 0 is greedy decoding and is for evaluation and export checks only.
+
+    on_ids, where an engine can, is called from a thread of its own with (place of the first, ids) as ids come; a turn
+    that is sampled again begins at place 0 again.
     """
 
     rid: str
     prompt_ids: Sequence[int]
     seed: int
     sampling: Sampling
+    on_ids: Callable[[int, list[int]], None] | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)

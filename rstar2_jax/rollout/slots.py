@@ -283,6 +283,8 @@ class SlotTable:
                 job.logprobs += logprobs[lane, start : start + count].tolist()
                 job.versions += [version] * count
                 self.cache.write(job.held, [last, *job.ids[-count:-1]])
+                if job.request.on_ids is not None:
+                    job.request.on_ids(len(job.ids) - count, job.ids[-count:])
             job.computed = max(job.computed, job.held.filled)
             if count and job.ids[-1] in job.request.sampling.stop_ids:
                 ended.append((job, FinishReason.STOP))

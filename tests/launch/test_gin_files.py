@@ -14,7 +14,7 @@ from rstar2_jax import gin_source, gin_strict, gin_types, launch, settings
 
 GIN = pathlib.Path(launch.__file__).resolve().parents[1] / "gin"
 RL = ("stage1.gin", "stage2.gin", "stage3.gin")
-RUNS = ("sft.gin", *RL, "eval.gin", "curate.gin", "export.gin")
+RUNS = ("sft.gin", *RL, "eval.gin", "curate.gin", "endpoint.gin", "export.gin")
 SCALES = sorted(str(path.relative_to(GIN)) for path in (GIN / "scale").glob("*.gin"))
 MODELS = sorted(str(path.relative_to(GIN)) for path in (GIN / "model").glob("*.gin"))
 DATA = sorted(str(path.relative_to(GIN)) for path in (GIN / "data").glob("*.gin"))
