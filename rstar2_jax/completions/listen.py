@@ -32,41 +32,45 @@ class Listener:
         tell: Callable[[list[reply.Piece]], None],
     ) -> None:
         self._seat, self._chat, self._narrator, self._tell = seat, chat, narrator, tell
-        self._known = 0  # ids of the context that are told
+        self._known = 0  # ids of the context that are told, or were never to be
+        self._growing = _Text(chat)
+        self._attempt = 0
         self._text = ""
-        self._turn = 0
 
     @property
     def caps(self) -> Caps:
         """Of the engine behind it."""
         return self._seat.caps
 
-    async def ready(self) -> None:
+    async def ready(self, limit_s: float) -> None:
         """Return when there is room for the episode."""
-        await self._seat.ready()
+        await self._seat.ready(limit_s)
 
-    async def generate(self, request: Request) -> Generation:
-        """Sample one turn, telling it on the way."""
-        if self._known:
+    async def generate(self, request: Request) -> Generation | None:
+        """Sample one turn, telling it on the way; a turn that is asked again is told on from where it was."""
+        context = len(request.prompt_ids)
+        if self._known and context > self._known:
             appended = self._chat.tokenizer.decode(request.prompt_ids[self._known :])
             self._tell(self._narrator.replied(self._text, appended))
-        self._turn += 1
-        text, turn, loop = _Text(self._chat), self._turn, asyncio.get_running_loop()
+            self._growing = _Text(self._chat)
+        self._known = context
+        self._attempt += 1
+        attempt, loop = self._attempt, asyncio.get_running_loop()
 
         def came(place: int, ids: list[int]) -> None:
             loop.call_soon_threadsafe(grew, place, ids)
 
         def grew(place: int, ids: list[int]) -> None:
-            if turn == self._turn and not over and text.grow(place, ids):
-                self._tell(self._narrator.wrote(text.so_far))
+            if attempt == self._attempt and self._growing.grow(place, ids):
+                self._tell(self._narrator.wrote(self._growing.so_far))
 
-        over = False
         try:
             generation = await self._seat.generate(dataclasses.replace(request, on_ids=came))
         finally:
-            over = True  # what the engine still says is known from the generation
-        self._text = reply.sampled_text(self._chat, generation.token_ids.tolist())
-        self._known = len(request.prompt_ids) + len(generation.token_ids)
+            self._attempt += 1  # whatever this attempt still says, its generation says too
+        if generation is not None:
+            self._text = reply.sampled_text(self._chat, generation.token_ids.tolist())
+            self._known = context + len(generation.token_ids)
         return generation
 
 
