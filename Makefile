@@ -3,7 +3,7 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 JOBS ?= 2               # test files at once
 TESTS = $(PY) -m pytest -n $(strip $(JOBS)) --dist loadfile
-.PHONY: help setup box study box-real test unit torch test-octave sglang-env test-sglang lint fuzz drills clean
+.PHONY: help setup box study box-real test unit torch test-octave sglang-env test-sglang harness-env test-harness lint fuzz drills clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -23,10 +23,10 @@ box-real:        ## the same job on real weights and real problems
 	VENV=$(VENV)-real launch/box_real.sh
 
 test: setup      ## everything that needs no torch
-	$(TESTS) -m "not torch and not sglang"
+	$(TESTS) -m "not torch and not sglang and not harness"
 
 unit: setup      ## the quick part of it
-	$(TESTS) -q -m "not torch and not sglang and not slow and not e2e"
+	$(TESTS) -q -m "not torch and not sglang and not harness and not slow and not e2e"
 
 torch: setup     ## live parity with transformers (Python 3.11: installs the CPU build of torch)
 	$(PY) -m pip install -qq -c constraints-3.11.txt torch transformers
@@ -42,6 +42,12 @@ sglang-env:      ## an environment with a real SGLang server for the CPU (Python
 test-sglang: setup sglang-env ## the contract, the weight loader and a training step against that server
 	$(PY) -m pytest -m sglang -o faulthandler_timeout=1800
 
+harness-env:     ## an environment with sgl-eval and OpenAI's client (0.6 GB)
+	@launch/harness_env.sh
+
+test-harness: setup harness-env ## both of them against the endpoint, which a small model of its own answers
+	$(PY) -m pytest -m harness
+
 lint: setup      ## ruff, import rule, pyright
 	$(PY) -m pytest -q tests/house
 
@@ -52,4 +58,4 @@ drills: setup    ## twenty kills and stops of engine processes in the middle of 
 	PYTHONPATH=.:sandbox JAX_PLATFORMS=cpu $(PY) tests/e2e/drills.py 20
 
 clean:           ## what the targets above made, runs/ excepted
-	rm -rf $(VENV) .venv-sglang build dist *.egg-info sandbox/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-sglang .venv-harness build dist *.egg-info sandbox/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

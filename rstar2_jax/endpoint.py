@@ -37,7 +37,7 @@ def endpoint(
     sandbox: settings.Sandbox,
     endpoint: settings.Endpoint,
 ) -> int:
-    """Serve the model of `run.init_from`, named after that folder, until SIGTERM or SIGINT. Returns 0.
+    """Serve the model of `run.init_from` until SIGTERM or SIGINT. Returns 0.
 
     Raises:
         ValueError: no weights to serve.
@@ -59,7 +59,7 @@ async def _endpoint(
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    name, note = Path(run.init_from).resolve().name, Path(run.workdir) / ENDPOINT_FILE
+    name, note = limits.model_name or Path(run.init_from).resolve().name, Path(run.workdir) / ENDPOINT_FILE
     with console.Console(0, f"{name} behind OpenAI's chat completions") as screen:
         async with (
             ask.open_room(run, model, task, rollout, sandbox, screen) as room,

@@ -87,12 +87,14 @@ class Endpoint:
     Args:
         host: address to listen on; there is no authentication, so that others than the loopback need a trusted network.
         port: 0 takes a free one.
+        model_name: as clients must give it; empty is the name of the folder that the weights come from.
         reasoning: thoughts and tool calls `apart`, as reasoning_content, or `inside` the content.
         most_choices: answers in flight; beyond that a request is refused with 429.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
+    model_name: str = ""
     reasoning: Literal["apart", "inside"] = "apart"
     most_choices: int = 256
 
