@@ -128,7 +128,7 @@ def _is_evaluation(folder: Path) -> bool:
 def _run(folder: Path) -> _Run:
     try:
         said = json.loads((folder / "resolved.json").read_text())["arguments"]
-        task = {name: tuple(value) if isinstance(value, list) else value for name, value in said["task"].items()}
+        task: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in said["task"].items()}
         return _Run(
             folder=folder,
             model=settings.Model(**said["model"]),
