@@ -3,7 +3,7 @@
 Writes evaluation.json (see report/evaluation.py) and the trajectories. Problems are the fixed held-out ones of the
 task; the built-in task is also asked the families that no training saw.
 
-Deliberately not here: pass@k and the comparison of runs (report/).
+Deliberately not here: what is counted (report/evaluation.py, report/samples.py) and the comparison of runs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rstar2_jax import ask, settings
 from rstar2_jax.data import box_problems, prompts
 from rstar2_jax.io import clock, trajectories
 from rstar2_jax.report import console, evaluation
+from rstar2_jax.report import samples as samples_of
 from rstar2_jax.types import Prompt
 
 
@@ -90,12 +91,13 @@ async def _evaluate(
                 with watch.phase("rollout"):
                     found = await ask.ask(room.sampler, problems, number, name, screen)
                 episodes = [t for group in found for t in group.trajectories]
-                entries.append(evaluation.evaluation_set(name, kind, episodes))
+                entry = evaluation.evaluation_set(name, kind, episodes)
+                entries.append(entry | samples_of.describe(found, run.seed))
                 trajectories.write_step(workdir, number, trajectories.records(found))
                 screen.note(_line(entries[-1]))
         _refuse_faulty(entries)
         watch.save()
-        content = {**_asked(run, rollout, samples), "grader_rules": room.tier.rules, "sets": entries}
+        content = {**_asked(run, rollout, samples), "seed": run.seed, "grader_rules": room.tier.rules, "sets": entries}
         part = workdir / (evaluation.EVALUATION_FILE + ".tmp")
         part.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(part, workdir / evaluation.EVALUATION_FILE)
@@ -123,7 +125,10 @@ def _line(entry: dict) -> str:
     tool = "-" if rate is None else f"{rate:.2f}"
     wrong = "-" if errors is None else f"{errors:.3f}"
     name, kind = entry["set"], entry["kind"]
-    return f"  {name:<18} {kind:<8} accuracy {accuracy}  tool {tool}  call errors {wrong}  n {entry['n']}"
+    line = f"  {name:<18} {kind:<8} accuracy {accuracy}  tool {tool}  call errors {wrong}  n {entry['n']}"
+    several = [f"pass@{k} {value:.3f}" for k, value in list(entry["pass_at"].items())[-1:] if k != "1"]
+    several += [f"maj@{k} {value:.3f}" for k, value in entry["maj_at"].items() if k != "1"]
+    return "  ".join([line, *several])
 
 
 def _refuse_faulty(entries: Sequence[dict]) -> None:

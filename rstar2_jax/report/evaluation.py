@@ -11,8 +11,8 @@ keys beside `sets` may be added freely):
 `kind` is `trained` or `held_out`. n counts scored trajectories only; a rate or mean over nothing is null. mean_tokens
 are the sampled ids of a trajectory, mean_response_tokens count tool replies and forced ids as well.
 
-Pure, but for reading the file. Deliberately not here: pass@k, and intervals that know about repeated samples of a
-problem (with samples_per_problem above 1 the interval is too narrow).
+Pure, but for reading the file. Deliberately not here: pass@k, maj@k and the interval over problems, which replaces the
+one over answers where a problem has several samples (samples.py adds them to each entry).
 """
 
 from __future__ import annotations
