@@ -359,6 +359,32 @@ class Sandbox:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Curation:
+    """Which problems are kept for training.
+
+    Args:
+        samples: rollouts of the asked model for each problem.
+        min_solved: a problem stays when at least this many of them give its answer (the label may be wrong below that).
+        max_solved: and at most this many do (above that there is nothing to learn).
+        against: evaluation sets that training must not overlap with, as pairs of a source and its path (or '').
+        max_answer_digits: problems with longer answers are left out.
+    """
+
+    samples: int
+    min_solved: int = 0
+    max_solved: int
+    against: tuple[tuple[str, str], ...] = ()
+    max_answer_digits: int = 18
+
+    def __post_init__(self) -> None:
+        _positive(self, "samples", "max_answer_digits")
+        _check(
+            0 <= self.min_solved <= self.max_solved, self, "min_solved", f"must be 0 to max_solved = {self.max_solved}"
+        )
+        _check(self.max_solved <= self.samples, self, "max_solved", f"must be at most samples = {self.samples}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Demonstrations:
     """The mix of non-reasoning SFT demonstrations (shares of all demonstrations, in [0, 1]).
 

@@ -85,7 +85,11 @@ def test_a_stage_goes_with_every_ablation_at_both_ends_of_the_scale(stage, ablat
 
 @pytest.mark.parametrize("data", DATA)
 def test_every_data_overlay_goes_with_a_run_that_reads_it(data):
-    run = "sft.gin" if "sft" in data else "eval.gin" if "openmath" in data else "stage1.gin"
+    run = {
+        "data/sft_222k.gin": "sft.gin",
+        "data/openmath_42k.gin": "eval.gin",
+        "data/raw_labels.gin": "curate.gin",
+    }.get(data, "stage1.gin")
     if data in (GIN / run).read_text():
         assert resolve(run).warnings == ()
     else:
@@ -162,7 +166,11 @@ def test_sft_evaluation_and_curation_have_the_paper_s_numbers():
     assert evaluation["samples"] == 16
     assert rollout.max_prompt_tokens + rollout.max_response_tokens <= evaluation["model"].max_positions
 
-    assert arguments_of("curate.gin")["samples"] == 8
+    hard = arguments_of("curate.gin")["curation"]
+    assert (hard.samples, hard.min_solved, hard.max_solved) == (8, 0, 7)
+    labels = arguments_of("curate.gin", "data/openmath_reasoning.gin", "data/raw_labels.gin")["curation"]
+    assert (labels.samples, labels.min_solved, labels.max_solved) == (16, 2, 16)
+    assert {name for name, _ in labels.against} == {"aime24", "aime25", "math_500", "hmmt25"}
 
 
 def test_the_study_s_arms_differ_in_what_they_are_named_after_alone():
