@@ -13,7 +13,7 @@ export JOBS=${JOBS:-2} CORES=1
 SEEDS=${SEEDS:-0 1 2 3 4}
 ARMS=${ARMS:-no_roc random_half plain greedy penalty_blind no_tool}
 SFT_STEPS=${SFT_STEPS:-900}
-STEPS=${STEPS:-80}
+STEPS=${STEPS:-120}
 PROBLEMS=${PROBLEMS:-256}
 FROM_STEP=$((STEPS > 40 ? 20 : STEPS / 2))
 

@@ -20,6 +20,7 @@ from rstar2_jax.io import checkpoint
 from rstar2_jax.learner import update
 from rstar2_jax.model import decoder, hf
 from rstar2_jax.types import TrainState
+from rstar2_jax.weights import fetch
 
 TOKENIZER_FOLDER = "tokenizer"
 _FREE = ("compute_dtype", "max_positions")  # a model is the same at another precision or context length
@@ -35,9 +36,11 @@ class Beginning:
 
 
 def load_params(init_from: str, model: settings.Model, seed: int) -> Any:
-    """First parameters: random for an empty `init_from`, else those of a finished run or of a Hugging Face folder.
+    """First parameters: random for an empty `init_from`, else those of a finished run, of a weight store (the newest
+    version, such as in RUN/best) or of a Hugging Face folder.
 
     Raises:
+        fetch.FetchError: a version of a weight store is torn or of another model.
         ValueError: the folder holds neither, or its sizes are not those of `model`.
         checkpoint.CheckpointError: the run's checkpoint cannot be read or has other shapes.
     """
@@ -49,6 +52,8 @@ def load_params(init_from: str, model: settings.Model, seed: int) -> Any:
         if dataclasses.replace(found, compute_dtype=model.compute_dtype, max_positions=model.max_positions) != model:
             raise ValueError(f"{folder} has sizes {found}, but the run's model is {model}: use those of the folder")
         return params
+    if (version := fetch.latest_version(folder)) is not None:
+        return fetch.fetch(folder, version, model)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), decoder.abstract_params(model)

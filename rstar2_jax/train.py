@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from rstar2_jax import begin, crew, settings
 from rstar2_jax import exam as exams
@@ -29,13 +30,14 @@ from rstar2_jax.algo import roc as roc_rule
 from rstar2_jax.data import prompts
 from rstar2_jax.io import checkpoint, clock, metrics, timeline, trajectories
 from rstar2_jax.learner import batch, objective, update
-from rstar2_jax.report import console
+from rstar2_jax.report import console, guards
 from rstar2_jax.rollout import ahead, groups, statistics, tier
 from rstar2_jax.types import Group
-from rstar2_jax.weights import publish
+from rstar2_jax.weights import best, publish
 
 Metrics = dict[str, float | None]
 INTERRUPTED = 75  # EX_TEMPFAIL: start the same command again to go on
+COLLAPSED = 76  # stopped by the guards; the best weights so far are in RUN/best
 _MAX_ABANDONED = 3
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 
@@ -69,6 +71,7 @@ class _Desk:
     rooms: tier.Tier
     sampler: groups.Sampler
     examiner: exams.Examiner
+    guards: guards.Guards
     clock: clock.Clock
     screen: console.Console
 
@@ -94,7 +97,8 @@ def train(
     sandbox: settings.Sandbox,
     exam: settings.Exam,
 ) -> int:
-    """Train until `run.steps` steps are done. Returns 0 when they are, INTERRUPTED after SIGTERM or SIGINT.
+    """Train until `run.steps` steps are done. Returns 0 when they are, INTERRUPTED after SIGTERM or SIGINT, COLLAPSED
+    where the settings let a collapse end the run.
 
     Raises:
         ValueError: settings that do not fit each other, or data that cannot be used; before any step.
@@ -152,6 +156,7 @@ async def _train(
             rooms=rooms,
             sampler=sampler,
             examiner=exams.open_examiner(exam, rooms, sampler, run.seed, source),
+            guards=guards.Guards(_history(workdir, progress.step)),
             clock=clock.Clock(workdir),
             screen=screen,
         )
@@ -168,12 +173,16 @@ async def _train(
             examined = await _examine(desk, progress.step)
             batches.trained(progress.step)
             told = await _step(desk, progress, batches)
-            told |= examined | _judge(desk, progress.step - 1, told | examined) | desk.clock.lap()
+            told |= examined | _judge(desk, progress.step - 1, told | examined)
+            told |= _guard(desk, progress.step - 1, told) | desk.clock.lap()
             writer.write(progress.step - 1, told)
             rooms.timeline.flush(progress.step - 1)
             screen.step(progress.step - 1, told)
-            _save_when_due(desk, progress, stopping.is_set())
+            collapsed = exam.stop_on_collapse and bool(told["guard/collapse"])
+            _save_when_due(desk, progress, stopping.is_set() or collapsed)
             desk.clock.save()
+            if collapsed:
+                return COLLAPSED
         return 0 if progress.step >= run.steps else INTERRUPTED
 
 
@@ -264,7 +273,36 @@ async def _examine(desk: _Desk, step: int) -> Metrics:
     if not desk.examiner.is_due(step):
         return {}
     with desk.clock.phase("held_out"):
-        return await desk.examiner.ask(step, desk.screen)
+        found = await desk.examiner.ask(step, desk.screen)
+    _keep_best(desk, step, found)
+    return found
+
+
+def _keep_best(desk: _Desk, step: int, found: Metrics) -> None:
+    """Copy the weights that the exam was answered with, where no earlier one was answered better."""
+    accuracy, folder = found.get("eval/accuracy"), desk.workdir / best.FOLDER
+    before = best.read(folder)
+    if accuracy is None or (before is not None and before["step"] < step and before["accuracy"] > accuracy):
+        return
+    best.keep(desk.weights, folder, step, {"accuracy": accuracy, "scored": found.get("eval/scored")})
+
+
+def _guard(desk: _Desk, step: int, told: Metrics) -> Metrics:
+    """What the guards say of the step: aloud once, and as metrics."""
+    said, found = desk.guards.add(step, told)
+    for line in said:
+        desk.screen.note(f"! {line}")
+    return dict(found)
+
+
+def _history(workdir: Path, before: int) -> list[tuple[int, Metrics]]:
+    """Metrics of the steps that are done, for the guards of a run that goes on."""
+    if not (workdir / metrics.METRICS_FILE).exists():
+        return []
+    columns = metrics.read_metrics(workdir)
+    steps = columns["step"].tolist()
+    rows = [{k: float(v[i]) for k, v in columns.items() if np.isfinite(v[i])} for i in range(len(steps))]
+    return [(step, dict(row)) for step, row in zip(steps, rows, strict=True) if step < before]
 
 
 def _judge(desk: _Desk, step: int, told: Metrics) -> Metrics:
