@@ -85,9 +85,7 @@ async def served(
         name: of the model, as clients must give it.
     """
     handlers = front.Front(opened, rollout, limits, name)
-    runner = web.AppRunner(
-        handlers.app(), handler_cancellation=True, access_log=None, shutdown_timeout=LONGEST_EXIT_S
-    )
+    runner = web.AppRunner(handlers.app(), handler_cancellation=True, access_log=None, shutdown_timeout=LONGEST_EXIT_S)
     await runner.setup()
     try:
         await web.TCPSite(runner, limits.host, limits.port).start()

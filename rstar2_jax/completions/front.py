@@ -88,9 +88,7 @@ class Front:
         name: of the model, as clients must give it.
     """
 
-    def __init__(
-        self, opened: tier.Tier, rollout: settings.Rollout, limits: settings.Endpoint, name: str
-    ) -> None:
+    def __init__(self, opened: tier.Tier, rollout: settings.Rollout, limits: settings.Endpoint, name: str) -> None:
         self._tier, self._rollout, self._limits, self._name = opened, rollout, limits, name
         self._started = int(time.time())
         self._flushed_s = time.monotonic()

@@ -122,8 +122,7 @@ class Chat:
     def render_talk(
         self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]], *, ongoing: bool
     ) -> str:
-        """The template's text of a conversation that is no problem of a task: its tools are its own, and our wording
-        of the instruction is left out (the template sees `plain`).
+        """The template's text of a conversation with tools of its own and without our instruction (it sees `plain`).
 
         Args:
             ongoing: end with the forced prefix of the assistant's next turn.

@@ -84,7 +84,7 @@ def describe(groups: Sequence[Group], seed: int = 0) -> dict[str, Any]:
     if any(n > 1 for n, _ in counts):
         told["ci95"] = list(intervals.over_problems([c / n for n, c in counts], seed))
     everything = [t for ts in scored for t in ts]
-    return told | {"format": _format(groups)} | _shape(everything)
+    return {**told, "format": _format(groups), **_shape(everything)}
 
 
 def _passes(counts: Sequence[tuple[int, int]]) -> dict[str, Any]:

@@ -64,7 +64,5 @@ def test_a_turn_whose_place_was_lost_is_told_once(chat, size):
     told += narrator.ended(turns[1], answers=True)
     content, reasoning = ("".join(p.text for p in told if p.field == f) for f in (reply.CONTENT, reply.REASONING))
     assert content == "<answer>ä</answer>"
-    assert reasoning == (
-        "Räumlich 数学.\n<tool_call>{}</tool_call>\n<tool_response>\n42\n</tool_response>\nGut 😀."
-    )
+    assert reasoning == ("Räumlich 数学.\n<tool_call>{}</tool_call>\n<tool_response>\n42\n</tool_response>\nGut 😀.")
     assert early > (2 if size == 50 else 5) and "\ufffd" not in reasoning

@@ -14,7 +14,7 @@ from rstar2_jax import gin_source, gin_strict, gin_types, launch, settings
 
 GIN = pathlib.Path(launch.__file__).resolve().parents[1] / "gin"
 RL = ("stage1.gin", "stage2.gin", "stage3.gin")
-RUNS = ("sft.gin", *RL, "eval.gin", "curate.gin", "endpoint.gin", "export.gin")
+RUNS = ("sft.gin", *RL, "eval.gin", "curate.gin", "endpoint.gin", "export.gin", "chat.gin")
 SCALES = sorted(str(path.relative_to(GIN)) for path in (GIN / "scale").glob("*.gin"))
 MODELS = sorted(str(path.relative_to(GIN)) for path in (GIN / "model").glob("*.gin"))
 DATA = sorted(str(path.relative_to(GIN)) for path in (GIN / "data").glob("*.gin"))
@@ -45,7 +45,7 @@ def test_a_run_file_alone_parses_strictly_and_gives_a_run_function_all_its_argum
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters.values())
     for name, parameter in gin_types.parameters(function).items():
         assert isinstance(arguments[name], parameter.annotation)
-        wanted = {"samples": int, "dtype": str}.get(name) or getattr(settings, name.capitalize())
+        wanted = {"samples": int, "dtype": str, "port": int}.get(name) or getattr(settings, name.capitalize())
         assert type(arguments[name]) is wanted
 
 
