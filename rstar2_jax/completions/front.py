@@ -159,22 +159,19 @@ class Front:
         """The request with its ids, held against the lengths that the engine has room for."""
         asked = requests.read(body)
         self._check_name(asked.model)
-        own = self._tier.chat
+        own, longest = self._tier.chat, self._tier.engine.caps.max_context_tokens
+        size = len(json.dumps(asked.tools)) + sum(len(message["content"]) for message in asked.messages)
+        if size > longest * own.tokenizer.max_token_chars:  # before it costs the time to make ids of it
+            raise _too_long(f"the messages have {size} characters", longest)
         try:
             chat = conversation.Conversation(own, asked.messages, tools=asked.tools, thinks=asked.thinks)
         except ValueError as error:
             message = f"the template of the model cannot show these messages: {error}"
             raise requests.RefusedError(message, "messages") from error
         length = len(chat.prompt_ids(""))
-        room = self._tier.engine.caps.max_context_tokens - length
-        limit = self._rollout.max_response_tokens
+        room, limit = longest - length, self._rollout.max_response_tokens
         if room < 1:
-            raise requests.RefusedError(
-                f"the messages have {length} tokens, the context holds {length + room}: shorten them, or start the "
-                "endpoint with a larger Rollout.max_prompt_tokens",
-                "messages",
-                code="context_length_exceeded",
-            )
+            raise _too_long(f"the messages have {length} tokens", longest)
         if asked.max_tokens is not None and asked.max_tokens > min(room, limit):
             raise requests.RefusedError(
                 f"max_tokens = {asked.max_tokens} is above the {min(room, limit)} that this prompt of {length} tokens "
@@ -337,6 +334,14 @@ async def _body(http: web.Request) -> Any:
         return json.loads(raw, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise requests.RefusedError(f"the body cannot be read as JSON: {error}"[:300]) from None
+
+
+def _too_long(what: str, longest: int) -> requests.RefusedError:
+    message = (
+        f"{what}, the context holds {longest} tokens: shorten them, or start the endpoint with a larger "
+        "Rollout.max_prompt_tokens"
+    )
+    return requests.RefusedError(message, "messages", code="context_length_exceeded")
 
 
 def _refuse_constant(name: str) -> Any:

@@ -182,6 +182,7 @@ def test_every_refusal_has_openai_s_form(serve, chat):
             "large": await fetch(served, "POST", path, data=io.BytesIO(b" " * (9 * 2**20)), headers=json_type),
             "other": await fetch(served, "POST", path, json={**long, "model": "gpt"}),
             "long": await fetch(served, "POST", path, json=long),
+            "huge": (*(await served.post("x" * 900_000)), None),
             "budget": (*(await served.post(max_tokens=1001)), None),
             "min_p": (*(await served.post(min_p=0.2)), None),
         }
@@ -190,12 +191,14 @@ def test_every_refusal_has_openai_s_form(serve, chat):
     statuses = {what: status for what, (status, _, _) in found.items()}
     assert statuses == {
         "route": 404, "method": 405, "model": 404, "json": 400, "nan": 400, "deep": 400, "type": 415, "large": 413,
-        "other": 404, "long": 400, "budget": 400, "min_p": 400,
+        "other": 404, "long": 400, "huge": 400, "budget": 400, "min_p": 400,
     }  # fmt: skip
     for _, body, _ in found.values():
         assert set(body["error"]) == {"message", "type", "param", "code"} and body["error"]["message"]
     assert found["other"][1]["error"]["code"] == "model_not_found" and NAME in found["other"][1]["error"]["message"]
-    assert found["long"][1]["error"]["code"] == "context_length_exceeded"
+    assert found["long"][1]["error"]["code"] == found["huge"][1]["error"]["code"] == "context_length_exceeded"
+    assert "tokens, the context" in found["long"][1]["error"]["message"]
+    assert "characters, the context" in found["huge"][1]["error"]["message"]
     assert found["budget"][1]["error"]["param"] == "max_tokens" and "1000" in found["budget"][1]["error"]["message"]
     assert found["min_p"][1]["error"]["param"] == "min_p"
     assert found["method"][2]["Allow"] == "POST"
