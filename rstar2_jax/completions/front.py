@@ -268,7 +268,7 @@ class Front:
 
     def _narrator(self, work: _Work) -> reply.Narrator:
         opened = work.chat.forced if work.asked.thinks else ""
-        return reply.Narrator(opened, split=work.split, stop=work.asked.stop)
+        return reply.Narrator(opened, split=work.split, stop=work.asked.stop, single=work.asked.tools is not None)
 
     async def _episode(self, work: _Work, index: int, around: Callable[[agent.Seat], agent.Seat]) -> Trajectory:
         """One episode in a seat of its own. Raises FaultError where a fault of ours ended it."""

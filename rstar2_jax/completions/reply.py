@@ -44,10 +44,12 @@ class Narrator:
         opened: text that the template puts before each turn (`<reason>`); empty where the turn starts by itself.
         split: thoughts apart from the answer; else all in one text.
         stop: texts that end the answer.
+        single: the first turn is the last, so that its answer need not wait for the end of the turn: what stands
+            before a call is told as it comes.
     """
 
-    def __init__(self, opened: str, *, split: bool, stop: Sequence[str] = ()) -> None:
-        self._opened, self.split, self._cut = opened, split, Cut(stop)
+    def __init__(self, opened: str, *, split: bool, stop: Sequence[str] = (), single: bool = False) -> None:
+        self._opened, self.split, self._single, self._cut = opened, split, single, Cut(stop)
         self._begin()
 
     @property
@@ -95,13 +97,10 @@ class Narrator:
             calls_apart: its calls are told elsewhere, so that the text ends before them.
         """
         told = self._tell(text, final=True)
-        rest = ""
-        if self._rest_at is not None:
-            before = len(text[self._rest_at :]) - len(text[self._rest_at :].lstrip())
-            self._rest_at += before
-            rest = text[self._rest_at :]
+        rest = self._rest(text)
         if calls_apart:
             rest, answers = rest.partition(parse.OPEN_TAG)[0].rstrip(), True
+        rest = rest[self._shown :]
         if answers:
             told.append(Piece(CONTENT, self._cut.feed(rest, final=True)))
         else:
@@ -111,7 +110,7 @@ class Narrator:
 
     def _begin(self) -> None:
         self._told, self._rest_at, self._ends = 0, None, self._ends_of(self._opened)
-        self._begun = False
+        self._begun, self._shown = False, 0
 
     def _ends_of(self, opened: str) -> tuple[str, ...]:
         """Texts at which the thought ends; none where it has not begun."""
@@ -126,7 +125,7 @@ class Narrator:
         if not self._ends and self._rest_at is None:
             self._look_for_thought(text, final)
         if not self._ends or self._rest_at is not None:
-            return []
+            return self._answer(text)
         found = [(at, mark) for mark in self._ends if (at := text.find(mark, self._told)) >= 0]
         if found:
             at, mark = min(found)
@@ -135,7 +134,28 @@ class Narrator:
             at = len(text) - (0 if final else _overlap(text[self._told :], self._ends))
         piece = Piece(REASONING, text[self._told : at])
         self._told = max(self._told, at)
-        return _joined([piece])
+        return _joined([piece]) + self._answer(text)
+
+    def _rest(self, text: str) -> str:
+        """What follows the thought, without white space at its start."""
+        if self._rest_at is None:
+            return ""
+        rest = text[self._rest_at :]
+        self._rest_at += len(rest) - len(rest.lstrip())
+        return rest.lstrip()
+
+    def _answer(self, text: str) -> list[Piece]:
+        """What can be told of the answer of a single turn: no call, nothing that may become one, no white space that
+        may turn out to be its end."""
+        if not self._single:
+            return []
+        rest = self._rest(text)
+        shown = rest.partition(parse.OPEN_TAG)[0]
+        if shown == rest:
+            shown = rest[: len(rest) - _overlap(rest, (parse.OPEN_TAG,))]
+        fresh = shown.rstrip()[self._shown :]
+        self._shown += len(fresh)
+        return _joined([Piece(CONTENT, self._cut.feed(fresh))])
 
     def _look_for_thought(self, text: str, final: bool) -> None:
         """Whether a turn that starts by itself opens with a thought."""

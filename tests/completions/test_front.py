@@ -134,7 +134,10 @@ def test_tools_of_the_client_are_called_by_the_client(serve, chat):
     assert message(body)["content"] == "One moment." and message(body)["reasoning_content"] == "I look."
     (made,) = message(body)["tool_calls"]
     assert made["function"]["name"] == "weather" and json.loads(made["function"]["arguments"]) == {"code": "x"}
-    assert [c["delta"]["tool_calls"] for e in events[:-1] for c in e["choices"] if "tool_calls" in c["delta"]]
+    deltas = [choice["delta"] for event in events[:-1] for choice in event["choices"]]
+    assert [delta["tool_calls"][0]["function"] for delta in deltas if "tool_calls" in delta] == [made["function"]]
+    told = [delta["content"] for delta in deltas if delta.get("content")]
+    assert len(told) > 1 and "".join(told) == "One moment."
     shown = chat.tokenizer.decode(script.requests[0].prompt_ids)
     assert "weather" in shown and TASK.tool_name not in shown
 

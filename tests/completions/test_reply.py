@@ -11,9 +11,9 @@ from rstar2_jax.completions import reply
 REPLIES = "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n<reason>"
 
 
-def told(turns, *, opened="<reason>", split=True, stop=(), pieces_of=(), **ending):
+def told(turns, *, opened="<reason>", split=True, stop=(), single=False, pieces_of=(), **ending):
     """(content, reasoning, narrator) of turns, each given in growing pieces of the sizes in `pieces_of`."""
-    narrator = reply.Narrator(opened, split=split, stop=stop)
+    narrator = reply.Narrator(opened, split=split, stop=stop, single=single)
     pieces = []
     for number, text in enumerate(turns):
         for size in pieces_of:
@@ -86,8 +86,19 @@ def test_the_stop_text_that_is_complete_first_counts():
     assert cut.feed("xabc", final=True) == "xa" and cut.met
 
 
+def test_the_answer_of_a_single_turn_is_told_while_it_is_written():
+    narrator = reply.Narrator("<reason>", split=True, single=True)
+    text = "hm</reason>\n Paris is  <tool_call>{}</tool_call>"
+    steps = [narrator.wrote(text[:size]) for size in range(len(text) + 1)]
+    early = [piece for pieces in steps for piece in pieces]
+    assert "".join(p.text for p in early if p.field == reply.CONTENT) == "Paris is"
+    assert len([p for p in early if p.field == reply.CONTENT]) > 5
+    assert narrator.ended(text, answers=False, calls_apart=True) == []
+
+
 MARKS = ["</reason>", "<answer>", "</answer>", "<reason>", "<think>", "</think>"]
-texts = st.lists(st.sampled_from([*MARKS, "ab", "b", "<", "/", " x"]), max_size=10).map("".join)
+WORDS = [*MARKS, "<tool_call>", "<tool", "ab", "b", "<", "/", " x", " "]
+texts = st.lists(st.sampled_from(WORDS), max_size=10).map("".join)
 
 
 @given(
@@ -96,10 +107,12 @@ texts = st.lists(st.sampled_from([*MARKS, "ab", "b", "<", "/", " x"]), max_size=
     opened=st.sampled_from(["<reason>", "<think>\n", ""]),
     split=st.booleans(),
     stop=st.lists(st.sampled_from(["ab", "b", "x<", "</answer>"]), max_size=3),
-    answers=st.booleans(),
+    ending=st.fixed_dictionaries({"answers": st.booleans(), "calls_apart": st.booleans(), "single": st.booleans()}),
 )
-def test_what_is_told_does_not_depend_on_how_it_came(turns, sizes, opened, split, stop, answers):
-    fixed = {"opened": opened, "split": split, "stop": stop, "answers": answers}
+def test_what_is_told_does_not_depend_on_how_it_came(turns, sizes, opened, split, stop, ending):
+    fixed = {"opened": opened, "split": split, "stop": stop, **ending}
+    if ending["single"]:
+        turns = turns[:1]
     at_once, streamed = told(turns, **fixed), told(turns, pieces_of=sizes, **fixed)
     assert at_once[:2] == streamed[:2]
     assert at_once[2].stopped == streamed[2].stopped
