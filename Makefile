@@ -3,7 +3,7 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 JOBS ?= 2               # test files at once
 TESTS = $(PY) -m pytest -n $(strip $(JOBS)) --dist loadfile
-.PHONY: help setup box study box-real test unit torch test-octave sglang-env test-sglang harness-env test-harness lint fuzz drills clean
+.PHONY: help setup box study box-real test unit torch test-octave sglang-env test-sglang harness-env test-harness lint fuzz drills clean peers bench-step drill-resume
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -56,6 +56,15 @@ fuzz: setup      ## a million random and mutated inputs through everything that 
 
 drills: setup    ## twenty kills and stops of engine processes in the middle of their rollouts
 	PYTHONPATH=.:sandbox JAX_PLATFORMS=cpu $(PY) tests/e2e/drills.py 20
+
+peers: setup     ## environments of tunix and of torch + transformers, for the benchmarks
+	@PEERS=$(VENV)-peers benchmarks/peers.sh
+
+bench-step: peers  ## a GRPO step beside tunix and Hugging Face
+	$(PY) benchmarks/train_step.py --peers $(VENV)-peers
+
+drill-resume: setup  ## a run that is killed 30 times, compared bit for bit with one that was not
+	$(PY) benchmarks/resume_drill.py
 
 clean:           ## what the targets above made, runs/ excepted
 	rm -rf $(VENV) .venv-sglang .venv-harness build dist *.egg-info sandbox/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

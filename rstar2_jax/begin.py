@@ -35,9 +35,13 @@ class Beginning:
     record: dict[str, Any]
 
 
-def load_params(init_from: str, model: settings.Model, seed: int) -> Any:
+def load_params(init_from: str, model: settings.Model, seed: int, where: Any = None) -> Any:
     """First parameters: random for an empty `init_from`, else those of a finished run, of a weight store (the newest
     version, such as in RUN/best) or of a Hugging Face folder.
+
+    Args:
+        where: tree of shardings like the parameters, so that stored ones are read by each device as it needs them;
+            None for the first device.
 
     Raises:
         fetch.FetchError: a version of a weight store is torn or of another model.
@@ -48,16 +52,16 @@ def load_params(init_from: str, model: settings.Model, seed: int) -> Any:
         return decoder.init_params(model, jax.random.key(seed))
     folder = Path(init_from)
     if (folder / "config.json").is_file():
-        params, found = hf.load_folder(str(folder))
+        params, found = hf.load_folder(str(folder), where)
         if dataclasses.replace(found, compute_dtype=model.compute_dtype, max_positions=model.max_positions) != model:
             raise ValueError(f"{folder} has sizes {found}, but the run's model is {model}: use those of the folder")
         return params
     if (version := fetch.latest_version(folder)) is not None:
         return fetch.fetch(folder, version, model)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), decoder.abstract_params(model)
-    )
+    abstract = decoder.abstract_params(model)
+    if where is None:
+        where = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), abstract)
+    wanted = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), abstract, where)
     params, record = checkpoint.restore_params(folder, wanted)
     found = {name: value for name, value in record.get("model", {}).items() if name not in _FREE}
     asked = {name: value for name, value in _plain(model).items() if name not in _FREE}
@@ -81,11 +85,11 @@ def begin(
 ) -> Beginning:
     """The state to go on from: the newest good checkpoint of the run, else its first state at step 0.
 
-    With `run.keep_optimizer` the first state takes over the moments of `run.init_from` and restarts the schedule;
-    without it moments start at zero (the paper's stage 3).
+    The first state follows `run.optimizer_start`: `reset` starts moments at zero (the paper's stage 3), `restart` takes
+    over those of `run.init_from` and warms up again, `continue` takes over its place in the schedule as well.
 
     Raises:
-        ValueError: keep_optimizer without a run to take moments from, or the workdir holds another run: of another
+        ValueError: moments are wanted without a run to take moments from, or the workdir holds another run: of another
             kind, seed or model.
     """
     if store.steps():
@@ -95,9 +99,10 @@ def begin(
         step, state, record = found
         store.drop_after(step)
         return Beginning(state=state, step=step, record=record)
-    if run.keep_optimizer:
+    if run.optimizer_start != "reset":
         return Beginning(state=_with_moments(run, learner.abstract()), step=0, record={})
-    return Beginning(state=learner.create(load_params(run.init_from, model, run.seed)), step=0, record={})
+    first = load_params(run.init_from, model, run.seed, learner.where)
+    return Beginning(state=learner.create(first), step=0, record={})
 
 
 def save_tokenizer(tokenizer: tokenizers.Tokenizer, template: str, workdir: Path) -> None:
@@ -122,8 +127,8 @@ def _with_moments(run: settings.Run, like: TrainState) -> TrainState:
     folder = Path(run.init_from) / "checkpoints"
     if not run.init_from or not folder.is_dir():
         raise ValueError(
-            f"Run.keep_optimizer needs a finished run in Run.init_from, got {run.init_from!r}: "
-            f"name its workdir or set keep_optimizer = False"
+            f"Run.optimizer_start = {run.optimizer_start!r} needs a finished run in Run.init_from, got "
+            f"{run.init_from!r}: name its workdir or set optimizer_start = 'reset'"
         )
     store = checkpoint.Checkpoints(folder, keep=run.keep_checkpoints)
     found = store.restore(like)
@@ -131,4 +136,7 @@ def _with_moments(run: settings.Run, like: TrainState) -> TrainState:
     if found is None:
         raise ValueError(f"{folder} holds no checkpoint to take moments from: finish that run first")
     before: Any = found[1]
-    return before.replace(step=jnp.zeros_like(before.step), opt_state=optimizers.restart_schedule(before.opt_state))
+    kept = before.opt_state
+    if run.optimizer_start == "restart":
+        kept = optimizers.restart_schedule(kept)
+    return before.replace(step=jnp.zeros_like(before.step), opt_state=kept)

@@ -83,6 +83,7 @@ class Crew:
                 self._save(*told)
 
     def _learn(self, work: Sequence[batch.Minibatch], on_progress: Callable[[int, int], None]) -> step.Metrics:
+        self._store.check()  # a checkpoint that failed in the background ends the run before more is spent
         self.state, told = step.learn(
             self._trainer, self.state, work, self._loss, reference=self._reference, on_progress=on_progress
         )

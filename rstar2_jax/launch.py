@@ -6,7 +6,8 @@
   --workdir       the same as binding settings.Run.workdir
   --seed          the same as binding settings.Run.seed
   --steps         the same as binding settings.Run.steps
-  --dry_run       parse, check, build the settings, print what would run, and stop: no device, no folder
+  --dry_run       parse, check, build the settings, print what would run and the plan of the learner (compiled for
+                  virtual devices: tens of seconds for a large mesh), and stop: no device, no folder
 
 Exit codes: 0 done; 2 the configuration or the command line is wrong (one line says where and what to write); 1 the run
 raised; any other code is the RUN function's own.
@@ -22,7 +23,7 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from absl import flags
 
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_environment(parsed.dry_run)
         resolved = gin_strict.resolve(parsed.gin_file, shadow_bindings(parsed))
         function, arguments = gin_strict.build(resolved)
+        rank = 0 if parsed.dry_run else join_processes(os.environ)
     except gin_source.ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_CONFIGURATION
@@ -55,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if parsed.dry_run:
         print(resolved.text)
         print(f"would run {resolved.run.module}.{resolved.run.name}")
-        print("\n".join(run_record.size_lines(arguments)))
+        print("\n".join(run_record.plan_lines(arguments, os.environ)))
         print("\n".join(roles.lines(arguments, argv[1:])))
         return 0
-    if "run" not in arguments:
+    if "run" not in arguments or rank:  # of several processes the first keeps the record
         return _stop(function(**arguments))
     record = run_record.RunRecord(arguments["run"].workdir, resolved, arguments, argv)
     try:
@@ -141,6 +143,31 @@ def prepare_environment(dry_run: bool) -> None:
         )
     if dry_run:
         os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def join_processes(environment: Mapping[str, str]) -> int:
+    """Join the other processes of a run over several hosts; returns this one's number, 0 where it is alone.
+
+    Args:
+        environment: JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID say so.
+
+    Raises:
+        ConfigError: the address without the two numbers, or numbers that do not fit.
+    """
+    address = environment.get("JAX_COORDINATOR_ADDRESS")
+    if not address:
+        return 0
+    told = [environment.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
+    if not all(text.isdigit() for text in told) or not int(told[1]) < int(told[0]):
+        raise gin_source.ConfigError(
+            f"JAX_COORDINATOR_ADDRESS is set, but JAX_NUM_PROCESSES = {told[0]!r} and JAX_PROCESS_ID = {told[1]!r}: "
+            "set them to the number of processes and to 0, 1, ... in each"
+        )
+    import jax  # here, so that configuration errors and --help never wait for it
+
+    count, rank = map(int, told)
+    jax.distributed.initialize(address, count, rank)
+    return rank
 
 
 def _stop(code: object) -> int:

@@ -165,41 +165,24 @@ def _differences(before: str, after: str) -> list[str]:
             if old.get(key) != new.get(key)]  # fmt: skip
 
 
-def size_lines(arguments: Mapping[str, Any]) -> list[str]:
-    """Parameter count and a memory estimate from abstract shapes, for runs that take a model.
+def plan_lines(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> list[str]:
+    """The plan of a run that takes a model: sizes, and for a learner what its compiled programs need.
 
-        master + moments + gradient = 4 + 8 + 4 bytes a parameter, over fsdp * tensor devices
-        KV cache = 2 * layers * kv_heads * head_dim * dtype bytes * slots * (prompt + response tokens)
-
-    Activations and logits are not in it: they depend on the compiler.
+    Args:
+        arguments: of the RUN function.
+        environment: for the process that compiles.
     """
     model, learner, rollout = (arguments.get(name) for name in ("model", "learner", "rollout"))
     if model is None:
         return []
-    import jax  # here, so that configuration errors and --help never wait for it
+    from rstar2_jax.learner import forecast, plan  # here, so that configuration errors and --help never wait for JAX
 
-    from rstar2_jax.model import decoder
-
-    leaves = jax.tree.leaves(decoder.abstract_params(model))
-    count = sum(leaf.size for leaf in leaves)
-    lines = [f"parameters: {count:,} in {len(leaves)} arrays, {_gigabytes(4 * count)} as float32"]
+    lines = [f"model: {forecast.kernel_entries(model):,} entries in the layers' projections, {model.layers} layers"]
     if learner is not None:
-        data, fsdp, tensor = learner.mesh
-        per_device = 16 * count / (fsdp * tensor)
-        lines.append(
-            f"learner: {_gigabytes(per_device)} a device for master, moments and gradient on a mesh of "
-            f"{data} x {fsdp} x {tensor}"
-        )
+        try:
+            lines += forecast.lines(plan.in_child(model, learner, environment), model, learner)
+        except plan.PlanError as error:
+            lines.append(f"learner: {error}")
     if rollout is not None:
-        width = 2 if model.compute_dtype == "bfloat16" else 4
-        per_token = 2 * model.layers * model.kv_heads * model.head_dim * width
-        tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
-        lines.append(
-            f"rollout: {per_token:,} bytes of KV a token, {_gigabytes(per_token * tokens * rollout.engine_slots)} for "
-            f"{rollout.engine_slots} slots of {tokens:,} tokens"
-        )
+        lines += forecast.rollout_lines(model, rollout, learner)
     return lines
-
-
-def _gigabytes(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"

@@ -9,12 +9,15 @@ import dataclasses
 import math
 from typing import Literal
 
-from rstar2_jax import corpus, hosts
+from rstar2_jax import corpus, hardware, hosts
 
 Curation = corpus.Curation  # bound in gin like the settings below
 Demonstrations = corpus.Demonstrations
-Fleet = hosts.Fleet
+Device = hardware.Device
 Endpoint = hosts.Endpoint
+Fleet = hosts.Fleet
+Sandbox = hardware.Sandbox
+Sharding = hardware.Sharding
 Family = Literal["llama", "qwen2", "qwen3"]
 
 
@@ -41,7 +44,8 @@ class Run:
         seed: root of all randomness.
         steps: optimizer steps (RL) or SFT steps of the whole run.
         init_from: folder of a finished run or of a Hugging Face checkpoint; empty starts from random weights.
-        keep_optimizer: take over the optimizer moments of `init_from` as well (the paper resets them for stage 3).
+        optimizer_start: what becomes of the optimizer of `init_from`: `reset` (moments at zero; the paper's stage 3),
+            `restart` (its moments, the schedule warms up again) or `continue` (its moments and its schedule).
         save_every_steps: checkpoint interval; the last step is always saved.
         keep_checkpoints: newest checkpoints kept.
     """
@@ -50,12 +54,13 @@ class Run:
     seed: int = 0
     steps: int
     init_from: str = ""
-    keep_optimizer: bool = False
+    optimizer_start: Literal["reset", "restart", "continue"] = "reset"
     save_every_steps: int = 10
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
         _check(bool(self.workdir), self, "workdir", "must name a folder")
+        _one_of(self, "optimizer_start", ("reset", "restart", "continue"))
         _positive(self, "save_every_steps", "keep_checkpoints")
         _check(self.steps >= 0, self, "steps", "must be 0 or more")
         _check(0 <= self.seed < 2**31, self, "seed", "must be in [0, 2**31)")
@@ -318,7 +323,11 @@ class Learner:
         row_tokens: length of a packed row; at least the longest episode.
         minibatches: optimizer steps for each rollout batch (1 keeps every ratio at 1).
         mesh: devices along (data, fsdp, tensor).
-        remat: recompute each layer in the backward pass.
+        sharding: which of these axes split what.
+        remat: what a layer keeps for the backward pass: `none` (all of it), `block` (its input and its attention) or
+            `full` (its input alone); less memory, more seconds.
+        attention: `portable`, or a device's fused kernel (`aiter`, see model/fused.py).
+        device: what the plan of --dry_run is held against.
     """
 
     optimizer: Optimizer
@@ -327,36 +336,17 @@ class Learner:
     row_tokens: int
     minibatches: int = 1
     mesh: tuple[int, int, int] = (1, 1, 1)
-    remat: bool = False
+    sharding: Sharding = Sharding()
+    remat: Literal["none", "block", "full"] = "none"
+    attention: Literal["portable", "aiter"] = "portable"
+    device: Device = Device()
 
     def __post_init__(self) -> None:
         _positive(self, "microbatch_rows", "row_tokens", "minibatches")
+        _one_of(self, "remat", ("none", "block", "full"))
+        _one_of(self, "attention", ("portable", "aiter"))
         _check(len(self.mesh) == 3 and all(n > 0 for n in self.mesh), self, "mesh", "must be three counts above 0")
-        rows, shards = self.microbatch_rows, self.mesh[0] * self.mesh[1]
-        _check(rows % shards == 0, self, "microbatch_rows", f"must be a multiple of data * fsdp = {shards}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Sandbox:
-    """The tool cluster as the trainer sees it.
-
-    Args:
-        redis_url: address of the cluster's Redis; empty starts a private one with one worker node on this machine.
-        slots: executions at once on the private node.
-        session_slots: stateful sessions that live at once on the private node; a trajectory that finds none waits.
-        run_limit_s: wall limit of one call, counted from the moment it starts to run.
-        queue_limit_s: limit on the wait before it starts.
-        memory_bytes: memory limit of one call.
-        output_bytes: output kept of one call.
-    """
-
-    redis_url: str = ""
-    slots: int = 2
-    session_slots: int = 2
-    run_limit_s: float = 5.0
-    queue_limit_s: float = 120.0
-    memory_bytes: int = 512 * 2**20
-    output_bytes: int = 64 * 2**10
-
-    def __post_init__(self) -> None:
-        _positive(self, "slots", "session_slots", "run_limit_s", "queue_limit_s", "memory_bytes", "output_bytes")
+        axes = dict(zip(("data", "fsdp", "tensor"), self.mesh, strict=True))
+        shards = math.prod(axes[name] for name in self.sharding.rows)
+        rule = f"must be a multiple of {' * '.join(self.sharding.rows)} = {shards}"
+        _check(self.microbatch_rows % shards == 0, self, "microbatch_rows", rule)

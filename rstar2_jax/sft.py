@@ -9,9 +9,10 @@ Deliberately not here: making demonstrations (data/sft_mix.py).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from rstar2_jax import begin, settings
@@ -21,6 +22,7 @@ from rstar2_jax.io import checkpoint, clock, metrics
 from rstar2_jax.learner import batch, objective, update
 from rstar2_jax.report import console
 from rstar2_jax.tools import offer, python
+from rstar2_jax.types import TrainBatch
 
 _ROWS_SHOWN = 20
 
@@ -54,7 +56,8 @@ def sft(
         demos = sft_mix.fitting(made, learner.row_tokens)
         if len(demos) < len(made):
             print(f"{len(made) - len(demos)} of {len(made)} demonstrations are longer than a row and left out")
-        begin.save_tokenizer(chat.tokenizer, chat.template_text, workdir)
+        if jax.process_index() == 0:
+            begin.save_tokenizer(chat.tokenizer, chat.template_text, workdir)
         _loop(run, model, demonstrations, learner, (trainer, store, begun), demos)
     return 0
 
@@ -78,36 +81,53 @@ def _loop(
 ) -> None:
     trainer, store, begun = parts
     state, workdir = begun.state, Path(run.workdir)
+    lead = jax.process_index() == 0  # of several processes one writes
     title = f"{workdir.name}: {run.steps} steps of {demonstrations.batch_size} from {len(demos)} demonstrations"
     watch = clock.Clock(workdir)
     every = max(1, run.steps // _ROWS_SHOWN)
-    with (
-        console.Console(run.steps, title, start_step=begun.step, row_every=every) as screen,
-        metrics.MetricsWriter(workdir, start_step=begun.step) as writer,
-    ):
+
+    def rows_of(step: int) -> TrainBatch:
+        with watch.phase("data"):
+            rows = [_row(demos[i]) for i in order(run.seed, step, demonstrations.batch_size, len(demos))]
+            return pack.pack(rows, row_tokens=learner.row_tokens, rows_multiple=learner.microbatch_rows)
+
+    with contextlib.ExitStack() as stack:
+        outputs: list[Callable[[int, dict[str, float]], object]] = []
+        if lead:
+            writer = stack.enter_context(metrics.MetricsWriter(workdir, start_step=begun.step))
+            screen = stack.enter_context(console.Console(run.steps, title, start_step=begun.step, row_every=every))
+            outputs += [writer.write, screen.step]
+        upcoming = rows_of(begun.step)
         for step in range(begun.step, run.steps):
-            with watch.phase("data"):
-                rows = [_row(demos[i]) for i in order(run.seed, step, demonstrations.batch_size, len(demos))]
-                whole = pack.pack(rows, row_tokens=learner.row_tokens, rows_multiple=learner.microbatch_rows)
+            whole, trained = upcoming, float(upcoming.loss_mask.sum())
             with watch.phase("learn"):
-                trained = float(whole.loss_mask.sum())
-                state, told = trainer.update(state, batch.cut(whole, learner.microbatch_rows), trained)
-            line = {
-                "learner/loss": told["loss"],
-                "learner/grad_norm": told["grad_norm"],
-                "learner/entropy_mean": told["entropy_sum"] / max(told["tokens"], 1.0),
-                "learner/lr": told["lr"],
-                "learner/tokens": told["tokens"],
-                "learner/skipped_steps": told["skipped"],
-                **watch.lap(),
-            }
-            writer.write(step, line)
-            screen.step(step, line)
+                state, wait = trainer.start(state, batch.cut(whole, learner.microbatch_rows), trained)
+            if step + 1 < run.steps:
+                upcoming = rows_of(step + 1)  # while the devices work
+            with watch.phase("learn"):
+                told = wait()
+            line = _line(told, whole) | watch.lap()
+            for output in outputs:
+                output(step, line)
             done = step + 1
+            store.check()
             if done % run.save_every_steps == 0 or done == run.steps:
                 with watch.phase("save"):
                     store.save(done, state, {**begin.identity("sft", run, model), "step": done})
-            watch.save()
+            if lead:
+                watch.save()
+
+
+def _line(told: dict[str, float], whole: TrainBatch) -> dict[str, float]:
+    return {
+        "learner/loss": told["loss"],
+        "learner/grad_norm": told["grad_norm"],
+        "learner/entropy_mean": told["entropy_sum"] / max(told["tokens"], 1.0),
+        "learner/lr": told["lr"],
+        "learner/tokens": told["tokens"],
+        "learner/skipped_steps": told["skipped"],
+        "learner/padding_frac": pack.waste([whole]),
+    }
 
 
 def order(seed: int, step: int, batch_size: int, count: int) -> list[int]:

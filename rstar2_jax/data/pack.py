@@ -1,4 +1,4 @@
-"""Episodes to rows for the learner: first-fit decreasing packing, exact masks, positions that start anew.
+"""Episodes to rows for the learner: best-fit decreasing packing, exact masks, positions that start anew.
 
     row of the batch = segment 1 | segment 2 | ... | padding      (segment_ids 1, 2, ..., 0)
 
@@ -9,8 +9,9 @@ Deliberately not here: the choice of the episodes and their advantages (algo/).
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -59,7 +60,8 @@ def trajectory_row(trajectory: types.Trajectory, advantage: float) -> Row:
 
 
 def plan(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Which sequences share a row: first-fit decreasing, ties by index, so the same lengths give the same rows.
+    """Which sequences share a row: best-fit decreasing (the longest sequence left goes where it leaves least), ties by
+    index, so the same lengths give the same rows.
 
     Args:
         lengths: tokens of each sequence.
@@ -78,15 +80,23 @@ def plan(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     if too_long:
         raise ValueError(f"sequences {too_long} (index: tokens) exceed row_tokens = {row_tokens}: raise it")
     rows: list[list[int]] = []
-    free: list[int] = []
+    free: list[tuple[int, int]] = []  # (tokens left, row), ascending
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        place = next((row for row, room in enumerate(free) if room >= lengths[index]), len(rows))
-        if place == len(rows):
+        place = bisect.bisect_left(free, (lengths[index], 0))
+        if place == len(free):
+            left, row = row_tokens, len(rows)
             rows.append([])
-            free.append(row_tokens)
-        rows[place].append(index)
-        free[place] -= lengths[index]
+        else:
+            left, row = free.pop(place)
+        rows[row].append(index)
+        bisect.insort(free, (left - lengths[index], row))
     return rows
+
+
+def waste(batches: Iterable[types.TrainBatch]) -> float:
+    """Share of the positions that hold no token, over all batches."""
+    sizes = [(np.count_nonzero(batch.segment_ids), np.size(batch.segment_ids)) for batch in batches]
+    return 1 - sum(used for used, _ in sizes) / sum(size for _, size in sizes)
 
 
 def pack(rows: Sequence[Row], *, row_tokens: int, rows_multiple: int) -> types.TrainBatch:

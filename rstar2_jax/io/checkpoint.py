@@ -1,8 +1,9 @@
 """Checkpoints with Orbax: the train state and a small JSON record, committed together, newest good one first.
 
-A checkpoint is whole or absent: Orbax writes into a temporary folder and renames. What cannot be read back (a torn
-file, a missing array) is reported and the one before it is taken; the newest good one is never deleted before a newer
-one is committed.
+A save copies the state and returns; writing goes on behind the next steps, and what fails there is raised at the next
+`check`. A checkpoint is whole or absent: Orbax writes into a temporary folder and renames. What cannot be read back (a
+torn file, a missing array) is reported and the one before it is taken; the newest good one is never deleted before a
+newer one is committed.
 
 Deliberately not here: what the record means (the RUN functions) and export to other formats (export.py).
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from rstar2_jax.types import TrainState
@@ -44,21 +46,42 @@ class Checkpoints:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._warn = warn
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=False
+            max_to_keep=keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def steps(self) -> list[int]:
-        """Steps with a committed checkpoint, ascending."""
-        return sorted(self._manager.all_steps())
-
-    def save(self, step: int, state: TrainState, record: Mapping[str, Any]) -> None:
-        """Commit the state and the record as `step`; a step that is there already is left as it is.
+        """Steps with a committed checkpoint, ascending; waits for one that is being written.
 
         Raises:
-            CheckpointError: the disk has less room than twice the state, or Orbax could not write.
+            CheckpointError: writing it failed.
         """
-        if step in self._manager.all_steps():
+        self.wait()
+        return sorted(self._manager.all_steps())
+
+    def check(self) -> None:
+        """Raise CheckpointError where a save that went on in the background has failed; waits for nothing."""
+        self._run(self._manager.check_for_errors, "the last checkpoint could not be written")
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises CheckpointError where that failed."""
+        self._run(self._manager.wait_until_finished, "the last checkpoint could not be written")
+
+    def _run(self, action: Callable[[], Any], what: str) -> None:
+        try:
+            action()
+        except (OSError, ValueError, RuntimeError) as fault:
+            raise CheckpointError(f"{self._folder}: {what}: {fault}") from fault
+
+    def save(self, step: int, state: TrainState, record: Mapping[str, Any]) -> None:
+        """Copy the state and the record and begin to write them as `step`, once the save before it is committed; a step
+        that is there already is left as it is. The state may be donated as soon as this returns.
+
+        Raises:
+            CheckpointError: the save before it failed, the disk has less room than twice the state, or Orbax could not
+                begin.
+        """
+        if step in self.steps():
             return
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         free = shutil.disk_usage(self._folder).free
@@ -68,13 +91,8 @@ class Checkpoints:
                 f"{_FREE_SPACE_FACTOR * size}; make room or point the workdir elsewhere"
             )
         whole = {**record, "environment": environment()}
-        try:
-            self._manager.save(
-                step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(whole))
-            )
-            self._manager.wait_until_finished()
-        except (OSError, ValueError) as fault:
-            raise CheckpointError(f"{self._folder}: step {step} could not be saved: {fault}") from fault
+        args = ocp.args.Composite(state=ocp.args.StandardSave(_on_host(state)), record=ocp.args.JsonSave(whole))
+        self._run(lambda: self._manager.save(step, args=args), f"step {step} could not be saved")
 
     def restore(self, like: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
         """(step, state, record) of the newest checkpoint that reads back whole, laid out like `like`; None if there
@@ -108,8 +126,11 @@ class Checkpoints:
                 self._manager.delete(later)
 
     def close(self) -> None:
-        """Wait for what is being written and release the manager."""
-        self._manager.close()
+        """Wait for what is being written and release the manager. Raises CheckpointError where writing failed."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
 
     def _report_environment(self, record: Mapping[str, Any]) -> None:
         saved, here = record.get("environment", {}), environment()
@@ -178,6 +199,12 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
 def environment() -> dict[str, Any]:
     """What decides whether a resumed run gives the same bits: versions and the number of visible cores."""
     return {"jax": jax.__version__, "python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}
+
+
+def _on_host(state: TrainState) -> TrainState:
+    """The state as it is now, whatever becomes of its buffers: on the CPU backend an array on the host is a view of the
+    device's own memory, which the next update takes over."""
+    return jax.tree.map(jnp.copy, state) if jax.default_backend() == "cpu" else state
 
 
 def _checkpoint_root(folder: str | os.PathLike[str]) -> Path:

@@ -1,9 +1,6 @@
-"""Log-probability and entropy of every token of a batch, without ever holding [B, T, V].
+"""Log-probability and entropy of the trained tokens of a batch.
 
-The head runs over chunks of positions inside a scan whose body is recomputed in the backward pass, so the largest
-buffer is [chunk, V] and the head's gradient is summed in the scan's carry.
-
-Deliberately not here: sampling (rollout/) and any loss.
+Deliberately not here: sampling (rollout/), any loss, and the arithmetic over the vocabulary (model/vocabulary.py).
 """
 
 from __future__ import annotations
@@ -14,57 +11,47 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rstar2_jax.model import decoder
+from rstar2_jax import settings
+from rstar2_jax.model import rows, sharding, vocabulary
 from rstar2_jax.types import TrainBatch
-
-CHUNK_TOKENS = 512
 
 
 def token_logprobs(
-    model: decoder.Decoder, params: Any, batch: TrainBatch, temperature: float
+    model: settings.Model,
+    params: Any,
+    batch: TrainBatch,
+    *,
+    temperature: float = 1.0,
+    remat: str = "none",
+    layout: sharding.Layout | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """log p(token_t | tokens before t in its segment) and the entropy of that distribution, each f32[B, T].
 
         logp_t = log softmax(logits_{t-1} / temperature)[token_t]
 
-    Position 0 of a row has no context and gets 0 in both; the first token of a later segment gets a number that no
-    loss mask selects.
+    Both are 0 where the loss mask is False: only the state before a trained token reaches the head.
 
     Args:
-        model: the decoder.
+        model: sizes of the decoder.
         params: its parameters.
         batch: rows [B, T].
         temperature: the one used in sampling, above 0: ratios are those of the distribution that was sampled from.
+        remat: what layers keep for the backward pass.
+        layout: where rows and activations lie; None for one device.
     """
-    hidden: Any = model.apply({"params": params}, batch.tokens, batch.positions, batch.segment_ids)
-    rows, length, width = hidden.shape
-    contexts = hidden[:, :-1].reshape(rows * (length - 1), width)
-    targets = jnp.asarray(batch.tokens)[:, 1:].reshape(rows * (length - 1))
-    logprobs, entropies = _chunked(model, params, contexts, targets, temperature)
-    pad = jnp.zeros((rows, 1), jnp.float32)
-    shape = (rows, length - 1)
-    return (
-        jnp.concatenate([pad, logprobs.reshape(shape)], axis=1),
-        jnp.concatenate([pad, entropies.reshape(shape)], axis=1),
-    )
+    inputs = (jnp.asarray(batch.tokens), jnp.asarray(batch.positions), jnp.asarray(batch.segment_ids))
+    states = rows.hidden(model, params, inputs, remat=remat, layout=layout)
+    table = params["embed"]["embedding"] if model.tie_embeddings else params["head"]["kernel"]
+    how = vocabulary.How(temperature=temperature, tied=model.tie_embeddings, layout=layout)
+    wanted = _next(jnp.asarray(batch.loss_mask))
+    logprobs, entropies = vocabulary.token_statistics(states, table, _next(inputs[0]), wanted, how)
+    return _previous(logprobs), _previous(entropies)
 
 
-def _chunked(
-    model: decoder.Decoder, params: Any, contexts: jax.Array, targets: jax.Array, temperature: float
-) -> tuple[jax.Array, jax.Array]:
-    count, width = contexts.shape
-    chunk = min(CHUNK_TOKENS, count)
-    chunks = -(-count // chunk)
-    contexts = jnp.pad(contexts, ((0, chunks * chunk - count), (0, 0))).reshape(chunks, chunk, width)
-    targets = jnp.pad(targets, (0, chunks * chunk - count)).reshape(chunks, chunk)
+def _next(x: jax.Array) -> jax.Array:
+    """x[:, t + 1] at t; 0 at the last position."""
+    return jnp.pad(x[:, 1:], ((0, 0), (0, 1)))
 
-    @jax.checkpoint
-    def body(carry: None, chunk_values: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        states, ids = chunk_values
-        logits: Any = model.apply({"params": params}, states, method=decoder.Decoder.logits)
-        logp = jax.nn.log_softmax(logits / temperature)
-        entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
-        return carry, (jnp.take_along_axis(logp, ids[:, None], axis=-1)[:, 0], entropy)
 
-    _, (logprobs, entropies) = jax.lax.scan(body, None, (contexts, targets))
-    return logprobs.reshape(-1)[:count], entropies.reshape(-1)[:count]
+def _previous(x: jax.Array) -> jax.Array:
+    return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))

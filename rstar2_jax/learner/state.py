@@ -33,17 +33,18 @@ def abstract(model: settings.Model, optimizer: optax.GradientTransformation, whe
     return jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, where)
 
 
-def layout(params: Any, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> TrainState:
+def layout(params: Any, optimizer: optax.GradientTransformation, spread: sharding.Layout) -> TrainState:
     """Sharding of every leaf of the state: moments lie where their parameter lies, counters are replicated.
 
     Args:
         params: parameters or their shapes.
+        spread: mesh and table.
 
     Raises:
         ValueError: a parameter's size does not divide over the mesh (both numbers are named).
     """
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    placed = sharding.param_shardings(params, mesh)
+    replicated = jax.sharding.NamedSharding(spread.mesh, jax.sharding.PartitionSpec())
+    placed = sharding.param_shardings(params, spread.mesh, spread.table)
     structure = jax.tree.structure(params)
 
     def like_params(node: Any) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from rstar2_jax import settings
 from rstar2_jax.algo import correction
 from rstar2_jax.algo import loss as loss_rule
+from rstar2_jax.data import pack
 from rstar2_jax.learner import batch, objective, update
 from rstar2_jax.types import TrainState
 
@@ -50,7 +51,8 @@ def learn(
         done += len(step.microbatches)
         on_progress(done, total)
     assert sums is not None
-    return state, _describe(sums, len(work))
+    padding = pack.waste(rows for step in work for rows in step.microbatches)
+    return state, _describe(sums, len(work)) | {"learner/padding_frac": padding}
 
 
 def _anchors(

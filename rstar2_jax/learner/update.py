@@ -9,6 +9,7 @@ Deliberately not here: which rows are trained on (batch.py) and what the objecti
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,8 +24,18 @@ from rstar2_jax.algo import correction
 from rstar2_jax.algo import optimizer as optimizers
 from rstar2_jax.learner import logprobs, state
 from rstar2_jax.learner import objective as objectives
-from rstar2_jax.model import decoder, sharding
+from rstar2_jax.model import decoder, fused, sharding
 from rstar2_jax.types import TrainBatch, TrainState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Shapes:
+    """Abstract arguments of the two programs: the state, one micro-batch, summed statistics, the normaliser."""
+
+    state: TrainState
+    batch: TrainBatch
+    totals: objectives.Statistics
+    scale: jax.ShapeDtypeStruct
 
 
 class Learner:
@@ -47,14 +58,16 @@ class Learner:
         temperature: float = 1.0,
     ) -> None:
         self._model = model
-        self.mesh = sharding.make_mesh(learner.mesh)
-        self._rows = sharding.batch_sharding(self.mesh)
+        self.layout = spread = sharding.Layout(sharding.make_mesh(learner.mesh), learner.sharding, learner.attention)
+        spread.check(model, learner.row_tokens)
+        fused.require(learner.attention, model.compute_dtype)
+        self._rows = sharding.batch_sharding(spread.mesh, learner.sharding)
         self._settings = learner
-        self._total_steps = total_steps
         self._optimizer = optimizers.make_optimizer(learner.optimizer, total_steps)
-        self._layout = state.layout(decoder.abstract_params(model), self._optimizer, self.mesh)
-        module = decoder.Decoder(settings=model, remat=learner.remat)
-        score = functools.partial(logprobs.token_logprobs, module, temperature=temperature)
+        self._layout = state.layout(decoder.abstract_params(model), self._optimizer, spread)
+        score = functools.partial(
+            logprobs.token_logprobs, model, temperature=temperature, remat=learner.remat, layout=spread
+        )
         loss = functools.partial(_loss, score, objective)
         self._statistics = lambda *values: loss(*values)[1]
         # Pinned output layouts keep every later call on the program of the first one.
@@ -62,8 +75,14 @@ class Learner:
         self._score = jax.jit(score)
         self._zeros = jax.jit(lambda values: jax.tree.map(jnp.zeros_like, values), out_shardings=self._layout.params)
         self._accumulate = jax.jit(functools.partial(_accumulate, loss), donate_argnums=(1, 2), out_shardings=sums)
-        apply = functools.partial(_apply, self._optimizer)
+        rate = functools.partial(optimizers.learning_rate, settings=learner.optimizer, total_steps=total_steps)
+        apply = functools.partial(_apply, self._optimizer, rate)
         self._apply = jax.jit(apply, donate_argnums=(0,), out_shardings=(self._layout, self._layout.step))
+
+    @property
+    def where(self) -> Any:
+        """The sharding of every parameter."""
+        return self._layout.params
 
     def create(self, params: Any) -> TrainState:
         """State of step 0 on the run's mesh (see state.create)."""
@@ -72,6 +91,32 @@ class Learner:
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, without an array: what a checkpoint is restored onto."""
         return state.abstract(self._model, self._optimizer, self._layout)
+
+    def shapes(self) -> Shapes:
+        """Shapes, dtypes and shardings of what a step works with, without an array."""
+        form = (self._settings.microbatch_rows, self._settings.row_tokens)
+        dtypes = {"loss_mask": np.bool_, "behavior_logprobs": np.float32, "advantages": np.float32}
+        batch = TrainBatch(**{
+            field.name: jax.ShapeDtypeStruct(form, dtypes.get(field.name, np.int32), sharding=self._rows)
+            for field in dataclasses.fields(TrainBatch)
+        })  # fmt: skip
+        before = self.abstract()
+        scale = jax.ShapeDtypeStruct((), np.float32, sharding=self._layout.step)
+        found = jax.eval_shape(self._statistics, before.params, batch, objectives.Anchors(), scale)
+        totals = {
+            name: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=scale.sharding) for name, one in found.items()
+        }
+        return Shapes(state=before, batch=batch, totals=totals, scale=scale)
+
+    def lower_micro_step(self) -> jax.stages.Lowered:
+        """The program of one micro-batch, from shapes alone."""
+        s = self.shapes()
+        return self._accumulate.lower(s.state.params, s.state.params, s.totals, s.batch, objectives.Anchors(), s.scale)
+
+    def lower_optimizer_step(self) -> jax.stages.Lowered:
+        """The program of the optimizer step, from shapes alone."""
+        s = self.shapes()
+        return self._apply.lower(s.state, s.state.params, s.totals)
 
     def place(self, params: Any) -> Any:
         """Parameters laid out as the state's are."""
@@ -107,12 +152,21 @@ class Learner:
         Raises:
             ValueError: the normaliser is not above 0, or there is no micro-batch.
         """
+        after, told = self.start(before, microbatches, normaliser, anchors)
+        return after, told()
+
+    def start(
+        self,
+        before: TrainState,
+        microbatches: Sequence[TrainBatch],
+        normaliser: float,
+        anchors: Sequence[objectives.Anchors] | None = None,
+    ) -> tuple[TrainState, Callable[[], dict[str, float]]]:
+        """`update` without waiting for it: the next state is on its way, and calling the second value waits for the
+        statistics. What the host does in between costs no device time."""
         gradients, totals = self.gradients(before.params, microbatches, normaliser, anchors)
-        lr = optimizers.learning_rate(
-            optimizers.schedule_step(before.opt_state), self._settings.optimizer, self._total_steps
-        )
         after, told = self._apply(before, gradients, totals)
-        return after, {**{name: float(value) for name, value in told.items()}, "lr": float(lr)}
+        return after, lambda: {name: float(value) for name, value in jax.device_get(told).items()}
 
     def gradients(
         self,
@@ -124,23 +178,37 @@ class Learner:
         """Gradients of the global loss and summed statistics, over all micro-batches (arguments as in `update`)."""
         if normaliser <= 0 or not microbatches:
             raise ValueError(f"nothing to train on: normaliser = {normaliser}, {len(microbatches)} micro-batches")
-        scale = jax.device_put(np.float32(normaliser), self._layout.step)
+        scale = self._put(np.float32(normaliser), self._layout.step)
         gradients, totals = self._zeros(params), None
-        for index, batch in enumerate(microbatches):
-            placed, fixed = self._place(batch), objectives.Anchors() if anchors is None else anchors[index]
-            if totals is None:
-                totals = self._no_statistics(params, placed, fixed, scale)
-            gradients, totals = self._accumulate(params, gradients, totals, placed, fixed, scale)
+        with jax.transfer_guard("disallow"):  # what the step works with is put where it belongs, by name
+            for index, batch in enumerate(microbatches):
+                placed = self._place(batch)
+                fixed = objectives.Anchors() if anchors is None else self._place_anchors(anchors[index])
+                if totals is None:
+                    totals = self._no_statistics(params, placed, fixed, scale)
+                gradients, totals = self._accumulate(params, gradients, totals, placed, fixed, scale)
         assert totals is not None
         return gradients, totals
 
     def _place(self, batch: TrainBatch) -> TrainBatch:
-        return jax.device_put(batch, self._rows)
+        return jax.tree.map(lambda leaf: self._put(leaf, self._rows), batch)
+
+    def _place_anchors(self, anchors: objectives.Anchors) -> objectives.Anchors:
+        def put(leaf: Any) -> Any:
+            return self._put(leaf, self._rows if np.ndim(leaf) else self._layout.step)
+
+        return jax.tree.map(put, anchors)
+
+    def _put(self, value: Any, where: jax.sharding.Sharding) -> jax.Array:
+        """The value laid out; of a host array each process reads the part of its own devices only."""
+        if isinstance(value, jax.Array) or where.is_fully_addressable:
+            return jax.device_put(value, where)
+        return jax.make_array_from_callback(np.shape(value), where, lambda index: np.asarray(value)[index])
 
     def _no_statistics(self, *values: Any) -> objectives.Statistics:
         shapes = jax.eval_shape(self._statistics, *values)
         zeros = {name: np.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
-        return jax.device_put(zeros, self._layout.step)
+        return {name: self._put(value, self._layout.step) for name, value in zeros.items()}
 
 
 def _loss(
@@ -170,8 +238,13 @@ def _accumulate(
 
 
 def _apply(
-    optimizer: optax.GradientTransformation, before: TrainState, gradients: Any, totals: objectives.Statistics
+    optimizer: optax.GradientTransformation,
+    rate: Callable[[jax.Array], jax.Array],
+    before: TrainState,
+    gradients: Any,
+    totals: objectives.Statistics,
 ) -> tuple[TrainState, objectives.Statistics]:
+    lr = rate(optimizers.schedule_step(before.opt_state))
     grad_norm = optax.tree.norm(gradients)
     sound = jnp.isfinite(grad_norm) & jnp.isfinite(totals["loss"])
     clean = jax.tree.map(lambda g: jnp.where(sound, g, 0), gradients)
@@ -186,4 +259,4 @@ def _apply(
         params=jax.tree.map(choose, params, before.params),
         opt_state=jax.tree.map(choose, opt_state, before.opt_state),
     )
-    return after, {**totals, "grad_norm": grad_norm, "skipped": 1.0 - sound.astype(jnp.float32)}
+    return after, {**totals, "grad_norm": grad_norm, "lr": lr, "skipped": 1.0 - sound.astype(jnp.float32)}

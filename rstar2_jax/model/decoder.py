@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rstar2_jax.model import ops, pages
+from rstar2_jax.model import attention, ops, pages
 from rstar2_jax.settings import Model
 
 Params = dict[str, Any]
@@ -74,6 +74,7 @@ class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
     settings: Model
+    layout: Any = None
 
     def setup(self) -> None:
         """Declare the projections (and the norms of q and k where the family has them)."""
@@ -97,7 +98,7 @@ class Attention(nn.Module):
     def __call__(self, x: Float[Array, "b t d"], angles: Any, segment_ids: Int[Array, "b t"]) -> Float[Array, "b t d"]:
         """Causal attention within segments."""
         q, k, v = self._project(x, angles)
-        return self.o(ops.causal_attention(q, k, v, segment_ids).reshape(*x.shape[:2], -1))
+        return self.o(attention.causal(q, k, v, segment_ids, self.layout).reshape(*x.shape[:2], -1))
 
     def extend(self, x: Float[Array, "b c d"], angles: Any, positions: Int[Array, "b c"], cache: Any) -> Any:
         """(output, cache) after the chunk's keys and values are written at their positions."""
@@ -123,29 +124,46 @@ class Mlp(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
     settings: Model
+    layout: Any = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         """The gated feed-forward block."""
         s = self.settings
-        hidden = ops.silu_mul(Linear(s.d_mlp, name="gate")(x), Linear(s.d_mlp, name="up")(x))
-        return Linear(s.d_model, name="down")(hidden)
+        gate, up = self._inner(Linear(s.d_mlp, name="gate")(x)), self._inner(Linear(s.d_mlp, name="up")(x))
+        return Linear(s.d_model, name="down")(self._inner(ops.silu_mul(gate, up)))
+
+    def _inner(self, x):
+        """The compiler would else move tokens between devices and back, to follow the residual stream."""
+        return x if self.layout is None else self.layout.constrain(x, "rows", None, "mlp")
 
 
 class Layer(nn.Module):
-    """One pre-norm block."""
+    """One pre-norm block.
+
+    Args:
+        settings: sizes and family.
+        layout: how whole rows lie on a mesh (sharding.Layout); None for one device.
+    """
 
     settings: Model
+    layout: Any = None
 
     def setup(self) -> None:
         """Declare the two halves and their norms."""
-        self.attn_norm, self.attn = RmsNorm(self.settings.rms_eps), Attention(self.settings)
-        self.mlp_norm, self.mlp = RmsNorm(self.settings.rms_eps), Mlp(self.settings)
+        self.attn_norm, self.attn = RmsNorm(self.settings.rms_eps), Attention(self.settings, self.layout)
+        self.mlp_norm, self.mlp = RmsNorm(self.settings.rms_eps), Mlp(self.settings, self.layout)
 
     def __call__(self, x: Float[Array, "b t d"], angles: Any, segment_ids: Int[Array, "b t"]) -> Float[Array, "b t d"]:
         """The block over whole rows."""
-        x = x + self.attn(self.attn_norm(x), angles, segment_ids)
-        return x + self.mlp(self.mlp_norm(x))
+        x = self._split(x + self._split(self.attn(self._whole(self.attn_norm(x)), angles, segment_ids)))
+        return self._split(x + self._split(self.mlp(self._whole(self.mlp_norm(x)))))
+
+    def _whole(self, x):
+        return x if self.layout is None else self.layout.constrain(x, "rows", None, None)
+
+    def _split(self, x):
+        return x if self.layout is None else self.layout.constrain(x, "rows", "sequence", None)
 
     def extend(self, x: Float[Array, "b c d"], angles: Any, positions: Int[Array, "b c"], cache: Any) -> Any:
         """The block over a chunk: (output, cache)."""
@@ -161,22 +179,15 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Hidden states and logits of a causal language model.
-
-    Args:
-        settings: sizes and family.
-        remat: recompute each layer in the backward pass of __call__ (a third of the memory, some percent slower).
-    """
+    """Hidden states and logits of a causal language model."""
 
     settings: Model
-    remat: bool = False
 
     def setup(self) -> None:
         """Declare embedding, layers, final norm and (untied) head."""
         s = self.settings
         self.embed = nn.Embed(s.vocab_size, s.d_model, embedding_init=_SHAPE_ONLY, param_dtype=jnp.float32)
-        layer: Any = nn.remat(Layer) if self.remat else Layer
-        self.layers = [layer(s) for _ in range(s.layers)]
+        self.layers = [Layer(s) for _ in range(s.layers)]
         self.norm = RmsNorm(s.rms_eps)
         if not s.tie_embeddings:
             self.head = _Head(s.vocab_size)

@@ -113,22 +113,25 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], settings: Model) -> None
 
 
 def from_hf(
-    get: Callable[[str], np.ndarray] | Mapping[str, np.ndarray], settings: Model, *, dtype: Any = jnp.float32
+    get: Callable[[str], Any] | Mapping[str, Any], settings: Model, *, dtype: Any = jnp.float32, where: Any = None
 ) -> decoder.Params:
     """Parameters from arrays under Hugging Face names, read one at a time.
 
     Args:
-        get: gives the array of a name; KeyError where there is none.
+        get: gives the array of a name, or something with a shape that is read where it is sliced; KeyError where there
+            is none.
         dtype: dtype of the parameters (masters are float32).
+        where: tree of shardings like the parameters; each device is given its own part of a tensor and no more, so
+            that the host never holds two of them. None puts everything on the first device.
 
     Raises:
         ValueError: a tensor is missing or has another shape than the settings say.
     """
     read = get.__getitem__ if isinstance(get, Mapping) else get
 
-    def leaf(path, spec):
-        name = hf_name(_path(path))
-        shape = spec.shape[::-1] if path[-1].key == "kernel" else spec.shape
+    def leaf(path, spec, place):
+        name, turned = hf_name(_path(path)), path[-1].key == "kernel"
+        shape = spec.shape[::-1] if turned else spec.shape
         try:
             array = read(name)
         except KeyError:
@@ -137,9 +140,16 @@ def from_hf(
             ) from None
         if tuple(array.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(array.shape)}, the model settings say {shape}")
-        return jnp.asarray(array.T if path[-1].key == "kernel" else array, dtype)
 
-    return jax.tree_util.tree_map_with_path(leaf, decoder.abstract_params(settings))
+        def part(index):
+            return array[index[::-1]].T if turned else array[index]
+
+        if place is None:
+            return jnp.asarray(part((slice(None),) * len(shape)), dtype)
+        return jax.make_array_from_callback(spec.shape, place, lambda index: part(index).astype(dtype))
+
+    abstract = decoder.abstract_params(settings)
+    return jax.tree_util.tree_map_with_path(leaf, abstract, where or jax.tree.map(lambda _: None, abstract))
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
@@ -238,8 +248,22 @@ def read_config(folder: str | os.PathLike) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def load_folder(folder: str | os.PathLike) -> tuple[decoder.Params, Model]:
+class _Stored:
+    """A tensor of an opened safetensors file that is read where it is sliced."""
+
+    def __init__(self, opened: Any, name: str) -> None:
+        self._slice = opened.get_slice(name)
+        self.shape = tuple(self._slice.get_shape())
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        return self._slice[index]
+
+
+def load_folder(folder: str | os.PathLike, where: Any = None) -> tuple[decoder.Params, Model]:
     """(float32 parameters, settings) of a folder with config.json and safetensors, in one file or in indexed shards.
+
+    Args:
+        where: tree of shardings like the parameters (see from_hf); None for the first device.
 
     Raises:
         ValueError: no weights; a tensor missing, unexpected or of another shape; a tied head that differs from the
@@ -266,7 +290,7 @@ def load_folder(folder: str | os.PathLike) -> tuple[decoder.Params, Model]:
             )
     elif extra:
         raise ValueError(f"{folder} holds tensors that a {settings.family} model has not: {extra[:4]}")
-    return from_hf(lambda name: opened[files[name]].get_tensor(name), settings), settings
+    return from_hf(lambda name: _Stored(opened[files[name]], name), settings, where=where), settings
 
 
 def _shards(arrays: Mapping[str, np.ndarray], limit: int) -> list[dict[str, np.ndarray]]:

@@ -4,7 +4,7 @@ Every function is pure and takes its weights. Two of them carry a hand-written b
 turns the transpose rule of a matmul into a doubly transposed dot that runs at less than half of the plain dot's rate.
 Other platforms keep the plain dots.
 
-Deliberately not here: parameters (decoder.py) and fused or blockwise attention kernels.
+Deliberately not here: parameters (decoder.py) and attention over whole rows (attention.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 MASKED = -1e30  # finite, so that a row whose keys are all masked is uniform and never NaN
-QUERY_BLOCK_TOKENS = 256  # blocks of queries see only the keys before their end: half of the square is never computed
-MAX_QUERY_BLOCKS = 8  # bounds the size of the compiled program at long T
 
 
 @jax.custom_vjp
@@ -37,9 +35,13 @@ def _linear_fwd(x, w):
 def _linear_bwd(residuals, dy):
     x, w = residuals
     dx = jax.lax.dot_general(dy, w.astype(dy.dtype), (((dy.ndim - 1,), (1,)), ((), ())))
-    x2, dy2 = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    dw = jax.lax.platform_dependent(x2, dy2, cpu=_weight_gradient_cpu, default=_weight_gradient)
+    dw = weight_gradient(x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]))
     return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+def weight_gradient(x: Float[Array, "n i"], dy: Float[Array, "n o"]) -> Float[Array, "i o"]:
+    """x^T dy, accumulated in float32."""
+    return jax.lax.platform_dependent(x, dy, cpu=_weight_gradient_cpu, default=_weight_gradient)
 
 
 def _weight_gradient(x, dy):
@@ -121,33 +123,16 @@ def attend(
     return jnp.einsum("bkts,bksd->bktd", weights, v).reshape(b, kv, g, t, d)
 
 
-def _group_queries(q, kv_heads):
+def group_queries(q: Float[Array, "b t h d"], kv_heads: int) -> Float[Array, "b k g t d"]:
+    """Query heads in the groups that share a kv head."""
     b, t, h, d = q.shape
     return q.reshape(b, t, kv_heads, h // kv_heads, d).transpose(0, 2, 3, 1, 4)
 
 
-def _ungroup(out):
+def ungroup(out: Float[Array, "b k g t d"]) -> Float[Array, "b t h d"]:
+    """The inverse of group_queries."""
     b, kv, g, t, d = out.shape
     return out.transpose(0, 3, 1, 2, 4).reshape(b, t, kv * g, d)
-
-
-def causal_attention(
-    q: Float[Array, "b t h d"], k: Float[Array, "b t k d"], v: Float[Array, "b t k d"], segment_ids: Int[Array, "b t"]
-) -> Float[Array, "b t h d"]:
-    """Attention of each query to the keys of its own segment at or before it, in static blocks of queries.
-
-    A padding query (segment 0) sees padding only, itself at least: no real query sees padding, and every row is finite.
-    """
-    t = q.shape[1]
-    q, k, v = _group_queries(q, k.shape[2]), k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-    block = max(QUERY_BLOCK_TOKENS, -(-t // MAX_QUERY_BLOCKS))
-    outs = []
-    for lo in range(0, t, block):
-        hi = min(lo + block, t)
-        causal = jnp.arange(lo, hi)[:, None] >= jnp.arange(hi)[None, :]
-        same = segment_ids[:, lo:hi, None] == segment_ids[:, None, :hi]
-        outs.append(attend(q[:, :, :, lo:hi], k[..., :hi], v[:, :, :hi], causal & same))
-    return _ungroup(outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=3))
 
 
 def cached_attention(
@@ -158,7 +143,7 @@ def cached_attention(
 ) -> Float[Array, "b c h d"]:
     """Attention of each query to the cache entries at or before its position; a padding column looks at entry 0."""
     allowed = jnp.arange(keys.shape[-1])[None, None, :] <= jnp.maximum(positions, 0)[:, :, None]
-    return _ungroup(attend(_group_queries(q, keys.shape[1]), keys, values, allowed))
+    return ungroup(attend(group_queries(q, keys.shape[1]), keys, values, allowed))
 
 
 def write_cache(

@@ -1,33 +1,41 @@
-"""Where each parameter and each batch lives on a (data, fsdp, tensor) mesh.
+"""Where each parameter, each activation and each batch lies on a (data, fsdp, tensor) mesh.
 
-One table of rules, read top to bottom: the first pattern that matches the end of a parameter's path decides.
-Projections out of the residual stream are split by columns over `tensor`, those back into it by rows, so that a layer
-needs one reduction after each half; the other axis of every matrix is split over `fsdp`. `data` replicates parameters.
+Two tables. This module names the logical axes of every parameter; hardware.Sharding (one for each file of gin/scale)
+says along which axes of the mesh a logical axis is split. Projections out of the residual stream are split by columns
+over `tensor`, those back into it by rows, so that a layer needs one reduction after each half; the other axis of every
+matrix is split over `fsdp`. With `sequence` the residual stream itself is split over `tensor` between the halves.
 
-Deliberately not here: constraints on activations; the compiler derives them from parameters and batch.
+Deliberately not here: the collectives; the compiler derives them from these layouts, except where a module asks for
+`Layout.spread`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-AXES = ("data", "fsdp", "tensor")
+from rstar2_jax import hardware, settings
 
-RULES: tuple[tuple[str, PartitionSpec], ...] = (
-    (r"attn/(q|k|v)/kernel", PartitionSpec("fsdp", "tensor")),
-    (r"mlp/(gate|up)/kernel", PartitionSpec("fsdp", "tensor")),
-    (r"attn/o/kernel", PartitionSpec("tensor", "fsdp")),
-    (r"mlp/down/kernel", PartitionSpec("tensor", "fsdp")),
-    (r"attn/(q|k|v)/bias", PartitionSpec("tensor")),
-    (r"embed/embedding", PartitionSpec("tensor", "fsdp")),
-    (r"head/kernel", PartitionSpec("fsdp", "tensor")),
-    (r"scale", PartitionSpec()),
+AXES = ("data", "fsdp", "tensor")
+Axes = tuple[str | None, ...]  # logical axes of an array; None is whole
+DEFAULT = hardware.Sharding()
+
+PARAMETERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (r"attn/(q|k|v)/kernel", ("embed", "heads")),
+    (r"mlp/(gate|up)/kernel", ("embed", "mlp")),
+    (r"attn/o/kernel", ("heads", "embed")),
+    (r"mlp/down/kernel", ("mlp", "embed")),
+    (r"attn/(q|k|v)/bias", ("heads",)),
+    (r"embed/embedding", ("vocab", "embed")),
+    (r"head/kernel", ("embed", "vocab")),
+    (r"scale", ()),
 )
 
 
@@ -49,24 +57,108 @@ def make_mesh(shape: tuple[int, int, int]) -> Mesh:
     return Mesh(np.asarray(devices[:needed]).reshape(shape), AXES)
 
 
-def spec_of(path: str) -> PartitionSpec:
-    """The rule for a parameter path such as `layers_0/attn/q/kernel`. Raises ValueError where no rule matches."""
-    for pattern, spec in RULES:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """A mesh and the table that maps logical axes to it: hashable, so that it is a static argument.
+
+    Args:
+        mesh: as make_mesh makes it.
+        table: mesh axes of each logical axis.
+        attention: kernel that each device runs on its part (see fused.py).
+    """
+
+    mesh: Mesh
+    table: hardware.Sharding = DEFAULT
+    attention: str = "portable"
+
+    @property
+    def single(self) -> bool:
+        """True on one device, where every method here is the identity."""
+        return self.mesh.size == 1
+
+    def axes(self, logical: str) -> tuple[str, ...]:
+        """Mesh axes of a logical axis, without those of one device, which split nothing."""
+        return tuple(axis for axis in getattr(self.table, logical) if self.mesh.shape[axis] > 1)
+
+    def shards(self, logical: str) -> int:
+        """Into how many parts a logical axis is split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes(logical))
+
+    def spec(self, *logical: str | None) -> PartitionSpec:
+        """The PartitionSpec of an array with these logical axes; None is whole."""
+        return _spec(self.table, logical)
+
+    def constrain(self, x: jax.Array, *logical: str | None) -> jax.Array:
+        """x, told to lie like this from here on."""
+        if self.single:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(*logical)))
+
+    def spread(self, function: Callable[..., Any], ins: Sequence[Axes], outs: Axes | list[Axes]) -> Callable[..., Any]:
+        """`function` run by each device on its own part; on one device `function` itself.
+
+        Args:
+            ins: logical axes of each argument; what is not named is gathered first.
+            outs: logical axes of the result, or a list of them for a tuple of results.
+        """
+        if self.single:
+            return function
+        several = isinstance(outs, list)
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=tuple(self.spec(*logical) for logical in ins),
+            out_specs=tuple(self.spec(*logical) for logical in outs) if several else self.spec(*outs),
+            check_vma=False,
+        )
+
+    def check(self, model: settings.Model, row_tokens: int) -> None:
+        """Raise ValueError, naming both numbers, where a size of the model or of a row cannot be split.
+
+        Args:
+            row_tokens: length of a training row.
+        """
+        sizes = {
+            "vocab": ("Model.vocab_size", model.vocab_size),
+            "heads": ("Model.kv_heads", model.kv_heads),
+            "mlp": ("Model.d_mlp", model.d_mlp),
+            "embed": ("Model.d_model", model.d_model),
+            "sequence": ("Learner.row_tokens", row_tokens),
+        }
+        for logical, (name, size) in sizes.items():
+            if size % self.shards(logical):
+                raise ValueError(
+                    f"{name} = {size} cannot be split over {self.shards(logical)} devices (Sharding.{logical} = "
+                    f"{self.axes(logical)} on a mesh {dict(self.mesh.shape)}): choose a mesh that divides it, or "
+                    f"another Sharding.{logical}"
+                )
+
+
+def _spec(table: hardware.Sharding, logical: Sequence[str | None]) -> PartitionSpec:
+    named = [() if name is None else getattr(table, name) for name in logical]
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in named))
+
+
+def spec_of(path: str, table: hardware.Sharding = DEFAULT) -> PartitionSpec:
+    """The layout of a parameter path such as `layers_0/attn/q/kernel`. Raises ValueError for an unknown parameter."""
+    for pattern, logical in PARAMETERS:
         if re.search(rf"(^|/){pattern}$", path):
-            return spec
-    raise ValueError(f"no sharding rule matches the parameter {path}: add one to RULES")
+            return _spec(table, logical)
+    raise ValueError(f"no sharding rule matches the parameter {path}: add one to PARAMETERS")
 
 
 def _check_divisible(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> None:
-    for size, axis in zip(shape, spec, strict=False):
-        if axis is not None and size % mesh.shape[axis]:
+    for size, axes in zip(shape, spec, strict=False):
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        parts = math.prod(mesh.shape[name] for name in names)
+        if size % parts:
             raise ValueError(
-                f"{path} {shape}: {size} cannot be split over {mesh.shape[axis]} devices of the {axis} axis; choose a "
-                f"mesh whose {axis} axis divides {size}"
+                f"{path} {shape}: {size} cannot be split over {parts} devices of the {'*'.join(names)} axis; choose a "
+                f"mesh whose {'*'.join(names)} axis divides {size}"
             )
 
 
-def param_shardings(abstract: Any, mesh: Mesh) -> Any:
+def param_shardings(abstract: Any, mesh: Mesh, table: hardware.Sharding = DEFAULT) -> Any:
     """A NamedSharding for each leaf of a parameter tree, in a tree of the same structure.
 
     Also takes any tree that holds parameter trees inside, such as an optimizer state: a leaf is found by the end of its
@@ -75,6 +167,7 @@ def param_shardings(abstract: Any, mesh: Mesh) -> Any:
     Args:
         abstract: tree of arrays or ShapeDtypeStructs.
         mesh: as make_mesh makes it.
+        table: mesh axes of each logical axis.
 
     Raises:
         ValueError: an axis is not divisible (both numbers are named), or a path that no rule matches.
@@ -84,16 +177,16 @@ def param_shardings(abstract: Any, mesh: Mesh) -> Any:
         if leaf.ndim == 0:
             return NamedSharding(mesh, PartitionSpec())
         path = "/".join(str(getattr(e, "key", getattr(e, "name", getattr(e, "idx", e)))) for e in entries)
-        spec = spec_of(path)
+        spec = spec_of(path, table)
         _check_divisible(path, leaf.shape, spec, mesh)
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(sharding, abstract)
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over data and fsdp; every tensor-parallel device sees whole rows."""
-    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+def batch_sharding(mesh: Mesh, table: hardware.Sharding = DEFAULT) -> NamedSharding:
+    """Rows over the mesh axes of `rows`; every tensor-parallel device is given whole rows."""
+    return NamedSharding(mesh, _spec(table, ("rows",)))
 
 
 def check_rows(rows: int, mesh: Mesh) -> None:

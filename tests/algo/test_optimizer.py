@@ -124,3 +124,13 @@ def test_a_resumed_state_continues_the_rate():
     updates, _ = transform.update({"w": jnp.ones((1, 1))}, state, params)
     assert float(updates["w"][0, 0]) != 0
     assert optimizer.learning_rate(optimizer.schedule_step(state), how, 300) == 1
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_a_schedule_of_a_million_steps_never_leaves_its_bounds(schedule):
+    how = settings.Optimizer(lr=3e-4, warmup_steps=2000, schedule=schedule)
+    rates = np.asarray(optimizer.learning_rate(np.arange(1_000_001), how, 1_000_000))
+    assert np.isfinite(rates).all() and rates.min() >= 0 and rates.max() <= np.float32(3e-4)
+    assert rates[0] == 0 and rates[2000] == pytest.approx(3e-4) and (np.diff(rates[:2001]) > 0).all()
+    assert (np.diff(rates[2000:]) <= 1e-10).all()
+    assert rates[-1] == pytest.approx(3e-4 if schedule == "constant" else 0, abs=1e-10)

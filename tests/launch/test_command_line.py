@@ -151,7 +151,7 @@ def test_help_shows_the_flags(place):
     [
         ("--gin_bindings=settings.Run.init_from=runs/sft", "--gin_bindings='settings.Run.init_from=\"runs/sft\"'"),
         ("--gin_bindings=settings.Learner.mesh=(1, 1", "cannot read"),
-        ("--gin_bindings=settings.Run.keep_optimizer=false", "write settings.Run.keep_optimizer=False"),
+        ("--gin_bindings=settings.Roc.reject_equal=false", "write settings.Roc.reject_equal=False"),
         ("--gin_bindings=settings.Run.steps=60*5", "gin does no arithmetic"),
         ("Run.steps=5", "leftover argument 'Run.steps=5': write --gin_bindings='Run.steps=5'"),
         ("more.gin", "leftover argument 'more.gin': write --gin_file=more.gin"),

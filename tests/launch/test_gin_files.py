@@ -132,15 +132,15 @@ def test_nothing_in_a_shared_file_is_idle_in_every_run():
 
 
 def test_the_paper_s_stages_have_its_numbers():
-    table = {  # steps, response tokens, turns, optimizer moments taken over, first weights
-        "stage1.gin": (300, 8192, 10, False, "runs/sft"),
-        "stage2.gin": (85, 12288, 10, True, "runs/stage1"),
-        "stage3.gin": (125, 12288, 15, False, "runs/stage2"),
+    table = {  # steps, response tokens, turns, what becomes of the optimizer, first weights
+        "stage1.gin": (300, 8192, 10, "reset", "runs/sft"),
+        "stage2.gin": (85, 12288, 10, "restart", "runs/stage1"),
+        "stage3.gin": (125, 12288, 15, "reset", "runs/stage2"),
     }
     for stage, wanted in table.items():
         a = arguments_of(stage)
         run, rollout, optimizer, loss = a["run"], a["rollout"], a["learner"].optimizer, a["learner"].loss
-        got = (run.steps, rollout.max_response_tokens, rollout.max_turns, run.keep_optimizer, run.init_from)
+        got = (run.steps, rollout.max_response_tokens, rollout.max_turns, run.optimizer_start, run.init_from)
         assert got == wanted
         assert (rollout.prompts_per_step, rollout.oversample, rollout.group_size) == (512, 32, 16)
         assert rollout.temperature == 1.0

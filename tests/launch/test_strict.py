@@ -346,7 +346,7 @@ def test_a_file_read_twice_is_an_error(stage, tmp_path):
     [
         ("settings.Run.workdir=/tmp/x", "--gin_bindings='settings.Run.workdir=\"/tmp/x\"'"),
         ("settings.Run.init_from=runs", "--gin_bindings='settings.Run.init_from=\"runs\"'"),
-        ("settings.Run.keep_optimizer=false", "write settings.Run.keep_optimizer=False"),
+        ("settings.Roc.reject_equal=false", "write settings.Roc.reject_equal=False"),
         ("settings.Run.steps=60*5", "gin does no arithmetic: write the result"),
         ("settings.Run.steps", "a binding reads `owner.argument = value`"),
         ("settings.Learner.mesh=(1, 1", ""),

@@ -65,25 +65,6 @@ def assert_close(left, right, tolerance=1e-6):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance, rtol=0), left, right)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
-def test_micro_batches_do_not_change_loss_or_gradients(rows):
-    batch = make_batch()
-    whole, told = gradients(make_learner(), batch, 8)
-    parts, said = gradients(make_learner(), batch, rows)
-    assert_close(whole, parts)
-    assert float(told["loss"]) == pytest.approx(float(said["loss"]), abs=1e-6)
-    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(whole)) > 1e-2
-
-
-@pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2)])
-def test_eight_devices_give_the_numbers_of_one(mesh):
-    batch = make_batch()
-    alone, told = gradients(make_learner(), batch, 8)
-    spread, said = gradients(make_learner(mesh), batch, 8)
-    assert_close(alone, spread)
-    assert float(told["loss"]) == pytest.approx(float(said["loss"]), abs=1e-6)
-
-
 def test_rows_without_a_trained_token_change_nothing():
     batch = make_batch(4)
     empty = jax.tree.map(np.zeros_like, batch)

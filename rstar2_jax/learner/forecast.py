@@ -1,0 +1,141 @@
+"""From a plan to a page: bytes by kind, floating-point work, seconds at given rates, room for the rollout, a verdict.
+
+Floating-point work is counted from the sizes, in multiples of 2 for a product and a sum:
+    forward of a token   2 * (entries of the layers' kernels) + 2 * layers * heads * head_dim * T  (causal: half of T^2)
+    head of a token      2 * d_model * vocab_size
+    training             3 forwards of both, one more of the layers with remat, one more of the head (logits again)
+
+Seconds of communication are not overlapped with work here; on devices most of them are. Decoding reads the weights once
+for each batch of tokens and the keys and values of each context: its roofline is the memory's bandwidth.
+
+Deliberately not here: compiling (plan.py).
+"""
+
+from __future__ import annotations
+
+import math
+
+from rstar2_jax import settings
+from rstar2_jax.learner import plan as plans
+
+EFFICIENCY = 0.4  # share of the peak rate that training reaches
+ENGINE_SHARE = 0.9  # of a device's memory that an engine may fill
+MARGIN = 0.75  # of a device's memory that a plan may fill: what is not counted needs the rest
+_TRAVELS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "collective-permute": 1}
+
+
+def kernel_entries(model: settings.Model) -> int:
+    """Entries of all projections of all layers."""
+    attention = 2 * model.d_model * (model.heads + model.kv_heads) * model.head_dim
+    return model.layers * (attention + 3 * model.d_model * model.d_mlp)
+
+
+def micro_step_flops(model: settings.Model, learner: settings.Learner) -> float:
+    """Floating-point operations of one full micro-batch, all devices together, every token trained."""
+    attention = 2 * model.layers * model.heads * model.head_dim * learner.row_tokens
+    head = 2 * model.d_model * model.vocab_size
+    again = {"none": 0, "block": 2 * kernel_entries(model), "full": 2 * kernel_entries(model) + attention}
+    token = 3 * (2 * kernel_entries(model) + attention) + again[learner.remat] + 4 * head
+    return float(token) * learner.microbatch_rows * learner.row_tokens
+
+
+def kv_bytes(model: settings.Model) -> int:
+    """Bytes of keys and values of one token, in the compute dtype, all layers."""
+    width = 2 if model.compute_dtype == "bfloat16" else 4
+    return 2 * model.layers * model.kv_heads * model.head_dim * width
+
+
+def verdict(plan: plans.Plan, learner: settings.Learner) -> str:
+    """`fits` or `does not fit`, with the setting to change; empty where the device's memory is not known."""
+    memory = learner.device.memory_bytes
+    if not memory:
+        return ""
+    share = plan.peak / memory
+    told = f"{_size(plan.peak)} of {_size(memory)} a device ({share:.0%}; up to {MARGIN:.0%} is taken as safe)"
+    if share <= MARGIN:
+        return f"fits: {told}"
+    word = "does not fit" if share > 1 else "does not fit safely"
+    return f"{word}: {told}; {_remedy(plan, learner)}"
+
+
+def _remedy(plan: plans.Plan, learner: settings.Learner) -> str:
+    data, fsdp, tensor = learner.mesh
+    rows = learner.microbatch_rows // (data * fsdp)
+    if plan.arguments > MARGIN * learner.device.memory_bytes:
+        return f"state and gradients alone take {_size(plan.arguments)}: raise fsdp in Learner.mesh = {learner.mesh}"
+    if learner.remat != "full":
+        return f"activations take the most: set Learner.remat = 'full' (now {learner.remat!r})"
+    if rows > 1:
+        return (
+            f"activations of {rows} rows a device take the most: lower Learner.microbatch_rows = "
+            f"{learner.microbatch_rows} to {data * fsdp}"
+        )
+    if tensor > 1 and not learner.sharding.sequence:
+        return "activations of whole rows take the most: set Sharding.sequence = ('tensor',)"
+    return f"one row is too long for a device: raise tensor in Learner.mesh = {learner.mesh}, or lower row_tokens"
+
+
+def lines(plan: plans.Plan, model: settings.Model, learner: settings.Learner) -> list[str]:
+    """The learner's part of the page."""
+    data, fsdp, tensor = learner.mesh
+    flops = micro_step_flops(model, learner)
+    shape = f"{learner.microbatch_rows} rows of {learner.row_tokens:,} tokens"
+    page = [
+        f"learner: {plan.parameters:,} parameters on {plan.devices} devices (data {data}, fsdp {fsdp}, tensor "
+        f"{tensor}), micro-batches of {shape}, remat {learner.remat}",
+        "  bytes on a device, exact:",
+        f"    parameters (float32)          {_size(plan.params):>10}",
+        f"    Adam's moments (float32)      {_size(plan.moments):>10}",
+        f"    sum of gradients (float32)    {_size(plan.gradients):>10}",
+        f"    one micro-batch               {_size(plan.batch):>10}",
+        "  temporaries, upper bound (bfloat16 is planned as float32 here):",
+        f"    micro-step                    {_size(plan.micro_step):>10}",
+        f"    optimizer step                {_size(plan.optimizer_step):>10}",
+        f"    largest single array          {_size(plan.widest[0]):>10}  {plan.widest[1]}",
+        "  not counted: buffers of the collective library, fragmentation, the runtime, an engine on the same devices",
+        f"  work of a full micro-step       {flops / 1e15:>10.3f} PFLOP, {flops / 1e15 / plan.devices:.4f} a device",
+        "  collectives, in float32 where the device would send bfloat16:",
+    ]
+    page += [f"    {one.kind:<29} {one.count:>6} x, {_size(one.size)} a device" for one in plan.traffic]
+    device = learner.device
+    if device.flops:
+        work = flops / plan.devices / device.flops / EFFICIENCY
+        wire = sum(_TRAVELS[one.kind] * one.size for one in plan.traffic) / device.link_bytes_per_s
+        page.append(
+            f"  seconds of a full micro-step    {work:>10.2f} at {EFFICIENCY:.0%} of {device.flops / 1e12:.0f} "
+            f"TFLOP/s, {wire:.2f} on links of {device.link_bytes_per_s / 1e9:.0f} GB/s if nothing overlaps"
+        )
+    return [line for line in (*page, verdict(plan, learner)) if line]
+
+
+def rollout_lines(model: settings.Model, rollout: settings.Rollout, learner: settings.Learner | None) -> list[str]:
+    """The rollout's part: keys and values, how many tokens of them fit, the roofline of a step's decoding."""
+    each, longest = kv_bytes(model), rollout.max_prompt_tokens + rollout.max_response_tokens
+    page = [
+        f"rollout: {each:,} bytes of KV a token, {_size(each * longest * rollout.engine_slots)} for "
+        f"{rollout.engine_slots} slots of {longest:,} tokens"
+    ]
+    if learner is None or not learner.device.memory_bytes:
+        return page
+    device, tensor = learner.device, learner.mesh[2]
+    replicas = math.prod(learner.mesh) // tensor
+    head = model.d_model * model.vocab_size * (1 if model.tie_embeddings else 2)
+    weights = 2 * (kernel_entries(model) + head)
+    room = int(ENGINE_SHARE * device.memory_bytes * tensor - weights)
+    if room <= 0:
+        return [*page, f"  weights of {_size(weights)} do not fit on {tensor} devices: raise tensor in Learner.mesh"]
+    capacity = room // each
+    episodes = rollout.prompts_per_step * rollout.oversample
+    together = min(episodes / replicas, capacity / longest)
+    read = weights / together + each * (rollout.max_prompt_tokens + rollout.max_response_tokens / 2)
+    seconds = episodes * rollout.max_response_tokens * read / (device.memory_bytes_per_s * tensor * replicas)
+    return [
+        *page,
+        f"  engines alone on {replicas} x {tensor} devices: {capacity:,} tokens of KV each, {capacity // longest:,} "
+        f"episodes of full length at once; decoding a step of {episodes:,} such episodes takes {seconds:,.0f} s at "
+        f"{device.memory_bytes_per_s / 1e12:.1f} TB/s",
+    ]
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"

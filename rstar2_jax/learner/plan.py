@@ -1,0 +1,178 @@
+"""What a learner needs before a device is rented: its two programs compiled ahead of time on virtual devices.
+
+    micro-step      gradients of one micro-batch, added to the sum so far
+    optimizer step  AdamW over the state
+
+Sizes of state, gradients and batch are exact: they are those of the arguments' layouts. Temporaries are what the CPU
+backend plans; it keeps bfloat16 matmuls in float32, so they are an upper bound. Not counted: buffers of the collective
+library, fragmentation, the runtime itself, and an engine on the same devices.
+
+The compilation runs in a process of its own, since the number of virtual devices is fixed when JAX starts:
+`python -m rstar2_jax.learner.plan` reads pickled settings from stdin and prints JSON.
+
+Deliberately not here: seconds, verdict and table (forecast.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from rstar2_jax import settings
+from rstar2_jax.learner import hlo, objective, update
+
+CHILD_LIMIT_S = 1800.0
+
+
+class PlanError(RuntimeError):
+    """The programs could not be compiled; carries what the compiling process said."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """All collectives of one kind in one call: how many run and the bytes that they give on one device."""
+
+    kind: str
+    count: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Bytes are those of one device.
+
+    Args:
+        parameters: of the model, all devices together.
+        devices: of the mesh.
+        params, moments, gradients, batch: bytes that live through a step (float32 masters, Adam's moments, sum of
+            gradients, one micro-batch).
+        micro_step, optimizer_step: bytes of temporaries while the program runs.
+        traffic: collectives of one micro-step.
+        widest: bytes of the largest single array in the micro-step, and its type and shape.
+        widest_ids: the same among arrays with an axis over the vocabulary (or a device's share of it).
+    """
+
+    parameters: int
+    devices: int
+    params: int
+    moments: int
+    gradients: int
+    batch: int
+    micro_step: int
+    optimizer_step: int
+    traffic: tuple[Traffic, ...]
+    widest: tuple[int, str]
+    widest_ids: tuple[int, str]
+
+    @property
+    def arguments(self) -> int:
+        """Bytes that live through a step."""
+        return self.params + self.moments + self.gradients + self.batch
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the widest moment of a step."""
+        return self.arguments + max(self.micro_step, self.optimizer_step)
+
+
+def measure(model: settings.Model, learner: settings.Learner) -> Plan:
+    """Compile both programs for the mesh of `learner`, whose devices this process must see, with portable attention."""
+    learner = dataclasses.replace(learner, attention="portable")
+    trainer = update.Learner(model, learner, objective.grpo(learner.loss), total_steps=1)
+    shapes = trainer.shapes()
+    micro = trainer.lower_micro_step().compile()
+    step = trainer.lower_optimizer_step().compile()
+    text = micro.as_text()
+    return Plan(
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(shapes.state.params)),
+        devices=math.prod(learner.mesh),
+        params=_bytes(shapes.state.params),
+        moments=_bytes(shapes.state.opt_state),
+        gradients=_bytes(shapes.state.params),
+        batch=_bytes(shapes.batch),
+        micro_step=_temporaries(micro),
+        optimizer_step=_temporaries(step),
+        traffic=_traffic(text),
+        widest=_widest(text, ()),
+        widest_ids=_widest(text, (model.vocab_size, model.vocab_size // trainer.layout.shards("vocab"))),
+    )
+
+
+def in_child(model: settings.Model, learner: settings.Learner, environment: Mapping[str, str]) -> Plan:
+    """`measure` in a process that has the mesh's devices, virtually.
+
+    Args:
+        environment: of the calling process; the number of devices, the CPU platform and the place of this package are
+            set on top of it.
+
+    Raises:
+        PlanError: it could not be compiled, or not within half an hour.
+    """
+    count = f"--xla_force_host_platform_device_count={math.prod(learner.mesh)}"
+    changed = {
+        "XLA_FLAGS": f"{environment.get('XLA_FLAGS', '')} {count}".strip(),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "rstar2_jax.learner.plan"],
+            input=pickle.dumps((model, learner)),
+            capture_output=True,
+            env={**environment, **changed},
+            timeout=CHILD_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        raise PlanError(f"compiling for {math.prod(learner.mesh)} devices took over {CHILD_LIMIT_S:.0f} s") from late
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["nothing"]
+        raise PlanError(f"compiling for {math.prod(learner.mesh)} devices failed: {said[-1]}")
+    values = json.loads(done.stdout)
+    traffic = tuple(Traffic(**entry) for entry in values.pop("traffic"))
+    widest = {name: tuple(values.pop(name)) for name in ("widest", "widest_ids")}
+    return Plan(traffic=traffic, **widest, **values)
+
+
+def _bytes(tree: Any) -> int:
+    """Bytes on one device of abstract arrays that know their sharding."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+    )
+
+
+def _temporaries(program: Any) -> int:
+    return int(program.memory_analysis().temp_size_in_bytes)
+
+
+def _traffic(text: str) -> tuple[Traffic, ...]:
+    found = hlo.collectives(text)
+    kinds = [kind for kind in hlo.KINDS if any(one.kind == kind for one in found)]
+    return tuple(
+        Traffic(
+            kind=kind,
+            count=sum(one.times for one in found if one.kind == kind),
+            size=sum(one.times * one.size for one in found if one.kind == kind),
+        )
+        for kind in kinds
+    )
+
+
+def _widest(text: str, axes: tuple[int, ...]) -> tuple[int, str]:
+    """The largest array, of those with one of these axes if there are any."""
+    arrays = [(kind, dims) for kind, dims in hlo.array_sizes(text) if not axes or set(axes) & set(dims)]
+    return max((hlo.byte_size(kind, dims), f"{kind}{list(dims)}") for kind, dims in arrays)
+
+
+if __name__ == "__main__":
+    asked_model, asked_learner = pickle.load(sys.stdin.buffer)
+    print(json.dumps(dataclasses.asdict(measure(asked_model, asked_learner))))

@@ -1,0 +1,116 @@
+"""Two processes over loopback: the numbers of one, each reading its own share of a batch, one writing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+
+from rstar2_jax.io import checkpoint, metrics
+
+pytestmark = pytest.mark.e2e
+
+FILES = [f"--gin_file={name}" for name in ("sft.gin", "model/box.gin", "scale/box.gin")]
+SMALL = ("Model.d_model=32", "Model.d_mlp=64", "Model.layers=1", "Demonstrations.count=256", "Run.save_every_steps=2")
+
+
+def environment(devices, **more):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return {**kept, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": flags, **more}  # fmt: skip
+
+
+def start(line, devices, processes):
+    """The same command once, or as processes that join over a free port of loopback."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    started = []
+    for rank in range(processes):
+        told = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes), "JAX_PROCESS_ID": str(rank)}
+        env = environment(devices // processes, **(told if processes > 1 else {}))
+        started.append(subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    texts = []
+    try:
+        for process in started:
+            texts.append(process.communicate(timeout=240)[0])
+            assert process.returncode == 0, texts[-1]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return texts
+
+
+def test_fine_tuning_over_two_processes_gives_the_run_of_one_and_goes_on_from_its_checkpoint(tmp_path):
+    def line(name, steps):
+        bindings = [f"--gin_bindings={text}" for text in (*SMALL, "Learner.mesh=(1, 2, 1)")]
+        launch = [sys.executable, "-m", "rstar2_jax.launch", *FILES, *bindings]
+        return [*launch, f"--workdir={tmp_path / name}", f"--steps={steps}"]
+
+    start(line("one", 4), devices=2, processes=1)
+    first, second = start(line("two", 4), devices=2, processes=2)
+    assert "step" in first and "step" not in second.replace("demonstrations", "")
+    alone, together = metrics.read_metrics(tmp_path / "one"), metrics.read_metrics(tmp_path / "two")
+    assert together["step"].tolist() == [0, 1, 2, 3]
+    np.testing.assert_allclose(together["learner/loss"], alone["learner/loss"], atol=1e-5)
+    pair = [checkpoint.restore_params(tmp_path / name)[0] for name in ("one", "two")]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *pair)
+    assert json.loads((tmp_path / "two" / "resolved.json").read_text())["outcome"] == "exit code 0"
+
+
+SHARE = textwrap.dedent("""
+    import os, sys
+    import jax
+    if "JAX_NUM_PROCESSES" in os.environ:
+        jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], 2, int(os.environ["JAX_PROCESS_ID"]))
+    import numpy as np
+    from rstar2_jax import settings
+    from rstar2_jax.learner import objective, update
+    from rstar2_jax.model import decoder
+    from rstar2_jax.types import TrainBatch
+
+    sizes = settings.Model(
+        family="qwen3", vocab_size=64, d_model=32, d_mlp=64, layers=1, heads=4, kv_heads=4, head_dim=8, max_positions=64
+    )
+    learner = settings.Learner(
+        optimizer=settings.Optimizer(lr=1e-2), microbatch_rows=4, row_tokens=16, mesh=(2, 1, 1)
+    )
+    trainer = update.Learner(sizes, learner, objective.supervised(), total_steps=4)
+    rng = np.random.default_rng(0)
+    full = np.ones((4, 16), np.int32)
+    batch = TrainBatch(
+        tokens=rng.integers(0, 64, (4, 16)).astype(np.int32), positions=np.arange(16, dtype=np.int32)[None] * full,
+        segment_ids=full, loss_mask=(full * np.arange(16) > 2), behavior_logprobs=full * 0.0, advantages=full * 0.0,
+    )
+    batch = batch.replace(behavior_logprobs=np.zeros((4, 16), np.float32), advantages=np.zeros((4, 16), np.float32))
+    trained = float(batch.loss_mask.sum())
+    if jax.process_count() == 2:  # what belongs to the other process is not there at all
+        theirs = slice(2, 4) if jax.process_index() == 0 else slice(0, 2)
+        batch.tokens[theirs], batch.loss_mask[theirs] = -1, False
+    state = trainer.create(decoder.init_params(sizes, jax.random.key(0)))
+    state, told = trainer.update(state, [batch], trained)
+    print("told", told["loss"], told["grad_norm"], told["tokens"])
+""")
+
+
+def test_each_process_needs_its_own_share_of_a_batch_alone(tmp_path):
+    script = pathlib.Path(tmp_path / "share.py")
+    script.write_text(SHARE)
+
+    def told(texts):
+        return [[float(word) for word in t.split("told ")[1].split()] for t in texts]
+
+    (alone,) = told(start([sys.executable, str(script)], devices=2, processes=1))
+    for found in told(start([sys.executable, str(script)], devices=2, processes=2)):
+        np.testing.assert_allclose(found, alone, rtol=1e-5)
+        assert found[2] == 4 * 13

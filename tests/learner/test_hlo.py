@@ -1,0 +1,46 @@
+"""Reading a compiled module: collectives by kind, inside loops, and the arrays that it names."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rstar2_jax.learner import hlo
+from rstar2_jax.model import sharding
+
+MESH = sharding.make_mesh((8, 1, 1))
+
+
+def compiled(function, shape=(8, 64)):
+    where = NamedSharding(MESH, PartitionSpec("data"))
+    return jax.jit(function).lower(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)).compile().as_text()
+
+
+def test_a_sum_over_devices_is_one_all_reduce_of_its_result():
+    (found,) = hlo.collectives(compiled(lambda x: x.sum(axis=0)))
+    assert found == hlo.Collective(kind="all-reduce", size=4 * 64, times=1)
+
+
+def test_a_collective_in_a_loop_counts_as_often_as_the_loop_runs():
+    def body(x, _):
+        return x + jax.lax.with_sharding_constraint(x.sum(axis=0), NamedSharding(MESH, PartitionSpec())), None
+
+    found = hlo.collectives(compiled(lambda x: jax.lax.scan(body, x, None, length=7)[0]))
+    assert sum(one.times for one in found if one.kind == "all-reduce") == 7
+
+
+def test_a_program_of_one_device_communicates_nothing():
+    assert hlo.collectives(jax.jit(jnp.sin).lower(jnp.ones(3)).compile().as_text()) == []
+
+
+def test_arrays_are_named_with_type_and_shape():
+    text = compiled(lambda x: (x @ jnp.ones((64, 5))).astype(jnp.bfloat16))
+    assert ("f32", (1, 64)) in hlo.array_sizes(text) and ("bf16", (1, 5)) in hlo.array_sizes(text)
+    assert hlo.byte_size("bf16", (1, 5)) == 10
+
+
+def test_text_that_is_no_module_is_an_error():
+    with pytest.raises(ValueError, match="no ENTRY computation"):
+        hlo.collectives("nothing")

@@ -1,0 +1,156 @@
+"""Plans: exact bytes, what must not be in the program, verdicts with remedies; the paper's models on its machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+
+import jax
+import pytest
+
+from rstar2_jax import gin_strict, hardware, launch, settings
+from rstar2_jax.learner import forecast, plan
+from rstar2_jax.model import decoder
+
+GIN = pathlib.Path(launch.__file__).resolve().parents[1] / "gin"
+TINY = settings.Model(
+    family="qwen3", vocab_size=512, d_model=64, d_mlp=128, layers=3, heads=4, kv_heads=2, head_dim=16,
+    max_positions=4096, tie_embeddings=False,
+)  # fmt: skip
+MI300X = hardware.Device(memory_bytes=192e9, flops=1307e12, memory_bytes_per_s=5.3e12, link_bytes_per_s=50e9)
+
+
+def learner(**changes):
+    table = hardware.Sharding(sequence=("tensor",))
+    fields = dict(microbatch_rows=8, row_tokens=256, mesh=(2, 2, 2), remat="full", device=MI300X, sharding=table)
+    return settings.Learner(optimizer=settings.Optimizer(lr=1e-3), **(fields | changes))
+
+
+def environment():
+    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+
+
+def configured(*files):
+    flag = ("settings.Sandbox.redis_url='redis://127.0.0.1:6379'", "--gin_bindings")
+    flags = [flag] if "scale/mi300x_64.gin" in files else []
+    arguments = gin_strict.build(gin_strict.resolve([str(GIN / name) for name in files], flags))[1]
+    return arguments["model"], arguments["learner"], arguments["rollout"]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return plan.in_child(TINY, learner(), environment())
+
+
+def test_bytes_of_the_state_are_those_of_its_layout(tiny):
+    leaves = jax.tree.leaves(decoder.abstract_params(TINY))
+    split = sum(4 * leaf.size // (4 if leaf.ndim == 2 else 1) for leaf in leaves)  # fsdp * tensor; norms are whole
+    assert tiny.parameters == sum(leaf.size for leaf in leaves) and tiny.devices == 8
+    assert (tiny.params, tiny.gradients) == (split, split)
+    assert tiny.moments == 2 * split + 8  # and two counters
+    assert tiny.batch == 2 * 256 * (5 * 4 + 1)  # two of eight rows: five fields of four bytes, one of one
+
+
+def test_the_child_plans_what_this_process_does(tiny):
+    here = plan.measure(TINY, learner())
+    assert dataclasses.replace(here, micro_step=0, optimizer_step=0) == dataclasses.replace(
+        tiny, micro_step=0, optimizer_step=0
+    )
+    assert here.micro_step == pytest.approx(tiny.micro_step, rel=0.05)
+
+
+def test_the_table_of_a_mesh_says_what_its_devices_exchange(tiny):
+    kinds = {one.kind for one in tiny.traffic}
+    assert "all-gather" in kinds and kinds & {"all-reduce", "reduce-scatter"}
+    assert "all-to-all" not in kinds  # activations stay where they are, but for the residual stream's gathers
+    page = "\n".join(forecast.lines(tiny, TINY, learner()))
+    assert "fits: " in page and "parameters (float32)" in page and "all-gather" in page
+
+
+def test_a_mesh_that_cannot_be_made_is_said_with_its_reason():
+    with pytest.raises(plan.PlanError, match="Model.kv_heads = 2 cannot be split over 8 devices"):
+        plan.in_child(TINY, learner(mesh=(1, 1, 8)), environment())
+
+
+BASE = plan.Plan(
+    parameters=10**9, devices=8, params=10**9, moments=2 * 10**9, gradients=10**9, batch=10**6, micro_step=10**9,
+    optimizer_step=10**8, traffic=(), widest=(1, "f32[1]"), widest_ids=(1, "f32[1]"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes, how, words",
+    [
+        ({}, {}, "fits: "),
+        ({"params": 10**11, "moments": 2 * 10**11}, {}, "does not fit: .*raise fsdp in Learner.mesh"),
+        ({"micro_step": 3 * 10**11}, {"remat": "none"}, "does not fit: .*set Learner.remat = 'full'"),
+        ({"micro_step": 15 * 10**10}, {}, "does not fit safely: .*lower Learner.microbatch_rows = 8 to 4"),
+        (
+            {"micro_step": 3 * 10**11},
+            {"microbatch_rows": 4, "sharding": hardware.Sharding()},
+            r"does not fit: .*set Sharding.sequence = \('tensor',\)",
+        ),
+        ({"micro_step": 3 * 10**11}, {"microbatch_rows": 4}, "does not fit: .*raise tensor in Learner.mesh"),
+    ],
+)
+def test_a_verdict_names_the_setting_to_change(changes, how, words):
+    assert re.match(words, forecast.verdict(dataclasses.replace(BASE, **changes), learner(**how)))
+
+
+def test_without_a_known_device_there_is_no_verdict():
+    assert forecast.verdict(BASE, learner(device=hardware.Device())) == ""
+
+
+def test_work_without_recomputation_is_about_six_operations_a_parameter_and_token():
+    model, how, _ = configured("stage1.gin", "scale/mi300x_64.gin")
+    how = dataclasses.replace(how, remat="none", row_tokens=4096)
+    wanted = 6 * 14_768_307_200 * 4096 * how.microbatch_rows
+    assert forecast.micro_step_flops(model, how) == pytest.approx(wanted, rel=0.05)
+    again = forecast.micro_step_flops(model, dataclasses.replace(how, remat="full"))
+    assert again == pytest.approx(wanted * 4 / 3, rel=0.05)
+    assert forecast.kv_bytes(model) == 2 * 40 * 8 * 128 * 2
+
+
+GOLDEN = [  # files, parameters
+    (("stage2.gin", "scale/mi300x_64.gin"), 14_768_307_200),
+    (("stage2.gin", "scale/mi300x_64.gin", "model/qwen2_5_32b.gin"), 32_763_876_352),
+    (("stage2.gin", "scale/mi300x_8.gin"), 14_768_307_200),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files, parameters", GOLDEN, ids=["14b-64", "32b-64", "14b-8"])
+def test_the_paper_s_models_fit_on_its_machines(files, parameters):
+    model, how, rollout = configured(*files)
+    found = plan.in_child(model, how, environment())
+    assert found.parameters == parameters
+    shards = how.mesh[1] * how.mesh[2]
+    assert found.params == pytest.approx(4 * parameters / shards, rel=0.001)
+    assert found.moments == pytest.approx(8 * parameters / shards, rel=0.001)
+    rows = how.microbatch_rows // (how.mesh[0] * how.mesh[1])
+    logits = 4 * rows * how.row_tokens * model.vocab_size // how.mesh[2]
+    assert found.widest_ids[0] < logits / 4, found.widest_ids  # no [B, T, V], whole or a share of it
+    reduced = {one.kind: one.count for one in found.traffic}
+    # The only two: the head's gradient, once for all chunks and rows, and the gradient of the states before it. With
+    # fsdp = 1 nothing of the head is left to reduce.
+    assert reduced.get("reduce-scatter") == (2 if how.mesh[1] > 1 else 1), found.traffic
+    assert found.peak < 0.75 * how.device.memory_bytes, "\n".join(forecast.lines(found, model, how))
+    assert forecast.verdict(found, how).startswith("fits")
+    page = forecast.rollout_lines(model, rollout, how)
+    assert "episodes of full length at once" in page[-1]
+
+
+@pytest.mark.slow
+def test_memory_of_a_step_grows_by_the_same_bytes_for_each_token():
+    model = dataclasses.replace(TINY, max_positions=65536)
+
+    def temporaries(tokens):
+        how = learner(mesh=(1, 1, 1), microbatch_rows=1, row_tokens=tokens)
+        return plan.in_child(model, how, environment()).micro_step
+
+    at = {tokens: temporaries(tokens) for tokens in (2048, 8192, 32768)}
+    early = (at[8192] - at[2048]) / (8192 - 2048)
+    late = (at[32768] - at[8192]) / (32768 - 8192)
+    assert late == pytest.approx(early, rel=0.15), at
