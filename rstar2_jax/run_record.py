@@ -175,9 +175,14 @@ def plan_lines(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> 
     model, learner, rollout = (arguments.get(name) for name in ("model", "learner", "rollout"))
     if model is None:
         return []
-    from rstar2_jax.learner import forecast, plan  # here, so that configuration errors and --help never wait for JAX
+    import jax  # here, so that configuration errors and --help never wait for it
 
-    lines = [f"model: {forecast.kernel_entries(model):,} entries in the layers' projections, {model.layers} layers"]
+    from rstar2_jax.learner import forecast, plan
+    from rstar2_jax.model import decoder
+
+    leaves = jax.tree.leaves(decoder.abstract_params(model))
+    count = sum(leaf.size for leaf in leaves)
+    lines = [f"parameters: {count:,} in {len(leaves)} arrays, {4 * count / 1e9:.2f} GB as float32"]
     if learner is not None:
         try:
             lines += forecast.lines(plan.in_child(model, learner, environment), model, learner)

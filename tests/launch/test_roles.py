@@ -11,7 +11,7 @@ REDIS = "--gin_bindings=Sandbox.redis_url='redis://head:6380'"
 
 
 def test_the_cluster_has_every_role_with_its_count_and_place(monkeypatch, capsys):
-    monkeypatch.setattr(launch.run_record, "size_lines", lambda arguments: [])
+    monkeypatch.setattr(launch.run_record, "plan_lines", lambda arguments, environment: [])
     assert launch.main(["launch", *CLUSTER, REDIS, "--dry_run"]) == 0
     text = capsys.readouterr().out
     assert "sandbox master x 1, on head\n    python -m rstar2_sandbox master --port 6380" in text
@@ -26,7 +26,7 @@ def test_the_cluster_has_every_role_with_its_count_and_place(monkeypatch, capsys
 
 
 def test_a_box_is_one_process_that_starts_what_it_needs(monkeypatch, capsys):
-    monkeypatch.setattr(launch.run_record, "size_lines", lambda arguments: [])
+    monkeypatch.setattr(launch.run_record, "plan_lines", lambda arguments, environment: [])
     files = ["--gin_file=stage1.gin", "--gin_file=model/box.gin", "--gin_file=scale/box.gin"]
     assert launch.main(["launch", *files, "--dry_run"]) == 0
     text = capsys.readouterr().out.split("roles:")[1]
