@@ -68,6 +68,36 @@ def test_fine_tuning_over_two_processes_gives_the_run_of_one_and_goes_on_from_it
     assert json.loads((tmp_path / "two" / "resolved.json").read_text())["outcome"] == "exit code 0"
 
 
+def test_reinforcement_learning_over_two_processes_gives_the_run_of_one(tmp_path):
+    rl = [f"--gin_file={name}" for name in ("stage1.gin", "model/box.gin", "scale/box.gin")]
+    sizes = ["Model.d_model=48", "Model.d_mlp=96", "Model.layers=2", "Model.heads=2", "Model.kv_heads=1"]
+    sizes.append("Optimizer.lr=2e-3")
+    rollouts = [
+        "Rollout.prompts_per_step=4",
+        "Rollout.oversample=8",
+        "Rollout.group_size=4",
+        "Rollout.engine_slots=16",
+        "Roc.max_refills=3",
+        "Run.save_every_steps=2",
+        "HELD_OUT_EVERY=0",
+    ]
+    fine_tuned = tmp_path / "sft"
+    launch = [sys.executable, "-m", "rstar2_jax.launch"]
+    tuning = [*FILES, *(f"--gin_bindings={text}" for text in (*sizes, "Demonstrations.tool_share=0.9"))]
+    start([*launch, *tuning, f"--workdir={fine_tuned}", "--steps=120"], devices=1, processes=1)
+    for name, processes in (("one", 1), ("two", 2)):
+        bound = [*sizes, *rollouts, f"Run.init_from='{fine_tuned}'", "Learner.mesh=(1, 2, 1)"]
+        flags = [*rl, *(f"--gin_bindings={text}" for text in bound), f"--workdir={tmp_path / name}", "--steps=3"]
+        texts = start([*launch, *flags], devices=2, processes=processes)
+        assert all("reward" not in text for text in texts[1:])  # one leads and shows what happens
+    alone, together = metrics.read_metrics(tmp_path / "one"), metrics.read_metrics(tmp_path / "two")
+    assert together["step"].tolist() == [0, 1, 2] and np.nanmax(together["learner/grad_norm"]) > 0
+    np.testing.assert_allclose(together["rollout/reward_mean"][0], alone["rollout/reward_mean"][0])
+    np.testing.assert_allclose(together["learner/grad_norm"][0], alone["learner/grad_norm"][0], rtol=1e-3)
+    assert checkpoint.read_record(tmp_path / "two")["step"] == 3
+    checkpoint.restore_params(tmp_path / "two")
+
+
 SHARE = textwrap.dedent("""
     import os, sys
     import jax
