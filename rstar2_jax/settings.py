@@ -346,7 +346,7 @@ class Learner:
         _one_of(self, "remat", ("none", "block", "full"))
         _one_of(self, "attention", ("portable", "aiter"))
         _check(len(self.mesh) == 3 and all(n > 0 for n in self.mesh), self, "mesh", "must be three counts above 0")
-        axes = dict(zip(("data", "fsdp", "tensor"), self.mesh, strict=True))
+        axes: dict[str, int] = dict(zip(("data", "fsdp", "tensor"), self.mesh, strict=True))
         shards = math.prod(axes[name] for name in self.sharding.rows)
         rule = f"must be a multiple of {' * '.join(self.sharding.rows)} = {shards}"
         _check(self.microbatch_rows % shards == 0, self, "microbatch_rows", rule)

@@ -44,7 +44,8 @@ def token_logprobs(
     table = params["embed"]["embedding"] if model.tie_embeddings else params["head"]["kernel"]
     how = vocabulary.How(temperature=temperature, tied=model.tie_embeddings, layout=layout)
     wanted = _next(jnp.asarray(batch.loss_mask))
-    logprobs, entropies = vocabulary.token_statistics(states, table, _next(inputs[0]), wanted, how)
+    found: Any = vocabulary.token_statistics(states, table, _next(inputs[0]), wanted, how)
+    logprobs, entropies = found
     return _previous(logprobs), _previous(entropies)
 
 

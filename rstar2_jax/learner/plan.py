@@ -91,7 +91,7 @@ def measure(model: settings.Model, learner: settings.Learner) -> Plan:
     shapes = trainer.shapes()
     micro = trainer.lower_micro_step().compile()
     step = trainer.lower_optimizer_step().compile()
-    text = micro.as_text()
+    text = micro.as_text() or ""
     return Plan(
         parameters=sum(leaf.size for leaf in jax.tree.leaves(shapes.state.params)),
         devices=math.prod(learner.mesh),

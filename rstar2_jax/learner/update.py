@@ -65,6 +65,7 @@ class Learner:
         self._settings = learner
         self._optimizer = optimizers.make_optimizer(learner.optimizer, total_steps)
         self._layout = state.layout(decoder.abstract_params(model), self._optimizer, spread)
+        self._everywhere: Any = self._layout.step  # a sharding, in the place of the step's number
         score = functools.partial(
             logprobs.token_logprobs, model, temperature=temperature, remat=learner.remat, layout=spread
         )
@@ -96,14 +97,15 @@ class Learner:
         """Shapes, dtypes and shardings of what a step works with, without an array."""
         form = (self._settings.microbatch_rows, self._settings.row_tokens)
         dtypes = {"loss_mask": np.bool_, "behavior_logprobs": np.float32, "advantages": np.float32}
-        batch = TrainBatch(**{
+        fields: dict[str, Any] = {
             field.name: jax.ShapeDtypeStruct(form, dtypes.get(field.name, np.int32), sharding=self._rows)
             for field in dataclasses.fields(TrainBatch)
-        })  # fmt: skip
+        }
+        batch = TrainBatch(**fields)
         before = self.abstract()
-        scale = jax.ShapeDtypeStruct((), np.float32, sharding=self._layout.step)
+        scale = jax.ShapeDtypeStruct((), np.float32, sharding=self._everywhere)
         found = jax.eval_shape(self._statistics, before.params, batch, objectives.Anchors(), scale)
-        totals = {
+        totals: Any = {
             name: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=scale.sharding) for name, one in found.items()
         }
         return Shapes(state=before, batch=batch, totals=totals, scale=scale)
@@ -178,7 +180,7 @@ class Learner:
         """Gradients of the global loss and summed statistics, over all micro-batches (arguments as in `update`)."""
         if normaliser <= 0 or not microbatches:
             raise ValueError(f"nothing to train on: normaliser = {normaliser}, {len(microbatches)} micro-batches")
-        scale = self._put(np.float32(normaliser), self._layout.step)
+        scale = self._put(np.float32(normaliser), self._everywhere)
         gradients, totals = self._zeros(params), None
         with jax.transfer_guard("disallow"):  # what the step works with is put where it belongs, by name
             for index, batch in enumerate(microbatches):
@@ -195,7 +197,7 @@ class Learner:
 
     def _place_anchors(self, anchors: objectives.Anchors) -> objectives.Anchors:
         def put(leaf: Any) -> Any:
-            return self._put(leaf, self._rows if np.ndim(leaf) else self._layout.step)
+            return self._put(leaf, self._rows if np.ndim(leaf) else self._everywhere)
 
         return jax.tree.map(put, anchors)
 
@@ -209,7 +211,7 @@ class Learner:
     def _no_statistics(self, *values: Any) -> objectives.Statistics:
         shapes = jax.eval_shape(self._statistics, *values)
         zeros = {name: np.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
-        return {name: self._put(value, self._layout.step) for name, value in zeros.items()}
+        return {name: self._put(value, self._everywhere) for name, value in zeros.items()}
 
 
 def _loss(

@@ -49,7 +49,7 @@ def hidden(
     angles = ops.rotary_angles(positions, model.head_dim, model.rope_theta)
     module = decoder.Layer(model, layout)
 
-    def apply(x, own):
+    def apply(x, own) -> Any:
         return module.apply({"params": own}, x, angles, segment_ids)
 
     table = params["embed"]["embedding"]
