@@ -137,5 +137,5 @@ def rollout_lines(model: settings.Model, rollout: settings.Rollout, learner: set
     ]
 
 
-def _size(count: float) -> str:
+def _size(count: float | int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"
