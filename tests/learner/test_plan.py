@@ -127,8 +127,8 @@ def test_the_paper_s_models_fit_on_its_machines(files, parameters):
     found = plan.in_child(model, how, environment())
     assert found.parameters == parameters
     shards = how.mesh[1] * how.mesh[2]
-    assert found.params == pytest.approx(4 * parameters / shards, rel=0.001)
-    assert found.moments == pytest.approx(8 * parameters / shards, rel=0.001)
+    assert 1 <= found.params / (4 * parameters / shards) < 1.002  # norms are whole on every device
+    assert 1 <= found.moments / (8 * parameters / shards) < 1.002
     rows = how.microbatch_rows // (how.mesh[0] * how.mesh[1])
     logits = 4 * rows * how.row_tokens * model.vocab_size // how.mesh[2]
     assert found.widest_ids[0] < logits / 4, found.widest_ids  # no [B, T, V], whole or a share of it
