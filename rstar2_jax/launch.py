@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import os
 import pathlib
+import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 from absl import flags
@@ -137,37 +139,59 @@ def prepare_environment(dry_run: bool) -> None:
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache / "rstar2_jax" / "xla"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
-    if os.environ.get("JAX_COORDINATOR_ADDRESS") and not dry_run:
-        raise gin_source.ConfigError(
-            "JAX_COORDINATOR_ADDRESS is set, but processes are not joined yet: each would train alone; unset it"
-        )
     if dry_run:
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 
-def join_processes(environment: Mapping[str, str]) -> int:
+def join_processes(environment: Mapping[str, str], wait_s: float = 300) -> int:
     """Join the other processes of a run over several hosts; returns this one's number, 0 where it is alone.
 
     Args:
         environment: JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID say so.
+        wait_s: longest wait for process 0.
 
     Raises:
-        ConfigError: the address without the two numbers, or numbers that do not fit.
+        ConfigError: the address without the two numbers, numbers that do not fit, no such host, or nobody there.
     """
     address = environment.get("JAX_COORDINATOR_ADDRESS")
     if not address:
         return 0
     told = [environment.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
-    if not all(text.isdigit() for text in told) or not int(told[1]) < int(told[0]):
+    if not all(text.isdecimal() for text in told) or not int(told[1]) < int(told[0]):
         raise gin_source.ConfigError(
             f"JAX_COORDINATOR_ADDRESS is set, but JAX_NUM_PROCESSES = {told[0]!r} and JAX_PROCESS_ID = {told[1]!r}: "
             "set them to the number of processes and to 0, 1, ... in each"
         )
+    count, rank = map(int, told)
+    _check_meeting_point(address, rank, wait_s)
     import jax  # here, so that configuration errors and --help never wait for it
 
-    count, rank = map(int, told)
     jax.distributed.initialize(address, count, rank)
     return rank
+
+
+def _check_meeting_point(address: str, rank: int, wait_s: float) -> None:
+    """ConfigError unless process 0 can listen at the address and each other one reaches it in time: JAX itself would
+    end the process with a stack trace."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise gin_source.ConfigError(f"JAX_COORDINATOR_ADDRESS = {address!r}: write host:port of process 0")
+    give_up = time.monotonic() + wait_s
+    while True:
+        try:
+            if rank:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            else:
+                socket.create_server(("", int(port))).close()
+            return
+        except OSError as fault:  # also a name that a cluster publishes only once its host is up
+            if rank == 0 or time.monotonic() > give_up:
+                does = "be reached" if rank else "be listened at"
+                raise gin_source.ConfigError(
+                    f"JAX_COORDINATOR_ADDRESS = {address!r} cannot {does} by process {rank} ({fault}): start process 0 "
+                    f"on that host within {wait_s:g} s of the others, on a port that is free there and open to them"
+                ) from fault
+            time.sleep(0.2)
 
 
 def _stop(code: object) -> int:

@@ -45,9 +45,10 @@ class Checkpoints:
         self._folder = Path(folder).absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._warn = warn
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=True
-        )
+        if jax.process_index() == 0:
+            for leftover in self._folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):  # Orbax would wait for its next save
+                shutil.rmtree(leftover)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def steps(self) -> list[int]:
@@ -61,7 +62,8 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raise CheckpointError where a save that went on in the background has failed; waits for nothing."""
-        self._run(self._manager.check_for_errors, "the last checkpoint could not be written")
+        if not self._manager.is_saving_in_progress():  # over, well or badly: only waiting for it tells which
+            self.wait()
 
     def wait(self) -> None:
         """Until nothing is being written. Raises CheckpointError where that failed."""

@@ -221,7 +221,8 @@ def _only(folder, step):
     return alone
 
 
-def test_a_save_that_fails_in_the_background_is_raised_by_the_next_wait_and_the_one_before_it_stays(tmp_path):
+@pytest.mark.parametrize("means", ["check", "wait", "save"])
+def test_a_save_that_fails_in_the_background_is_raised_soon_after_and_the_one_before_it_stays(tmp_path, means):
     script = textwrap.dedent("""
         import resource, sys, time, jax, jax.numpy as jnp, optax
         from rstar2_jax.io import checkpoint
@@ -235,12 +236,14 @@ def test_a_save_that_fails_in_the_background_is_raised_by_the_next_wait_and_the_
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # a file can no longer grow beyond it
         try:
             store.save(2, state, {"n": 2})
-            store.wait()  # as the next save and the end of a run do
+            for step in range(600):  # steps of training
+                {"check": store.check, "wait": store.wait, "save": lambda: store.save(3, state, {})}[sys.argv[2]]()
+                time.sleep(0.1)
         except checkpoint.CheckpointError as error:
             print(f"raised: {error}", flush=True)
     """)
     env = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-    line = [sys.executable, "-c", script, str(tmp_path)]
+    line = [sys.executable, "-c", script, str(tmp_path), means]
     done = subprocess.run(line, capture_output=True, text=True, env=env, timeout=120)
     assert "raised: " in done.stdout and str(tmp_path) in done.stdout, done.stderr
     store = checkpoint.Checkpoints(tmp_path, keep=1, warn=lambda _: None)

@@ -6,12 +6,13 @@ import json
 import os
 import pathlib
 import shlex
+import socket
 import subprocess
 import sys
 
 import pytest
 
-from rstar2_jax import launch
+from rstar2_jax import gin_source, launch
 
 REPOSITORY = pathlib.Path(launch.__file__).resolve().parents[1]
 
@@ -223,3 +224,39 @@ def test_a_workdir_that_is_a_file_is_said_in_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert launch.main(["launch", "--gin_file=eval.gin", f"--workdir={tmp_path / 'file'}"]) == 2
     assert "cannot be made" in capsys.readouterr().err
+
+
+def joining(address, count="2", rank="1"):
+    return {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": rank}
+
+
+@pytest.mark.parametrize(
+    "told, words",
+    [
+        ({"JAX_COORDINATOR_ADDRESS": "node-0:8476"}, "JAX_NUM_PROCESSES = '' and JAX_PROCESS_ID = ''"),
+        (joining("node-0:8476", count="two"), "JAX_NUM_PROCESSES = 'two'"),
+        (joining("node-0:8476", rank="-1"), "JAX_PROCESS_ID = '-1'"),
+        (joining("node-0:8476", rank="2"), "to the number of processes and to 0, 1, ... in each"),
+        (joining("node-0"), "JAX_COORDINATOR_ADDRESS = 'node-0': write host:port of process 0"),
+        (joining(":8476"), "write host:port of process 0"),
+        (joining("node-0:https"), "write host:port of process 0"),
+        (joining("node-0:84760"), "write host:port of process 0"),
+        (joining("no-such-host.invalid:8476"), "cannot be reached by process 1"),
+        (joining("127.0.0.1:9"), "cannot be reached by process 1"),
+    ],
+)
+def test_processes_that_cannot_be_joined_are_told_why(told, words):
+    with pytest.raises(gin_source.ConfigError) as caught:
+        launch.join_processes(told, wait_s=0.5)
+    assert words in str(caught.value)
+
+
+def test_a_coordinator_s_port_that_is_taken_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(gin_source.ConfigError, match="cannot be listened at by process 0 .*a port that is free"):
+            launch.join_processes(joining(address, rank="0"))
+
+
+def test_a_process_alone_joins_nobody():
+    assert launch.join_processes({}) == 0

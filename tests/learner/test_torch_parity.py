@@ -75,7 +75,7 @@ def of_torch(params, batch, rewards, old, aggregation):
     loss = total / (tokens if aggregation == "token_mean" else sequences)
     loss.backward()
     gradients = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
-    return float(loss), gradients, cut, (tokens, sequences)
+    return float(loss.detach()), gradients, cut, (tokens, sequences)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean"])
