@@ -56,11 +56,11 @@ def load_params(init_from: str, model: settings.Model, seed: int, where: Any = N
         if dataclasses.replace(found, compute_dtype=model.compute_dtype, max_positions=model.max_positions) != model:
             raise ValueError(f"{folder} has sizes {found}, but the run's model is {model}: use those of the folder")
         return params
-    if (version := fetch.latest_version(folder)) is not None:
-        return fetch.fetch(folder, version, model)
     abstract = decoder.abstract_params(model)
     if where is None:
         where = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), abstract)
+    if (version := fetch.latest_version(folder)) is not None:
+        return jax.tree.map(jax.device_put, fetch.fetch(folder, version, model), where)
     wanted = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), abstract, where)
     params, record = checkpoint.restore_params(folder, wanted)
     found = {name: value for name, value in record.get("model", {}).items() if name not in _FREE}

@@ -35,7 +35,6 @@ from rstar2_jax import settings
 from rstar2_jax.data import files
 from rstar2_jax.io import trajectories
 from rstar2_jax.learner import logprobs
-from rstar2_jax.model import decoder
 from rstar2_jax.report import coloured, evaluation, tokens
 from rstar2_jax.types import TrainBatch, Trajectory, Verdict
 from rstar2_jax.weights import fetch, manifest
@@ -160,8 +159,7 @@ def _weights(run: _Run, found: Sequence[Trajectory]) -> tuple[Any, str]:
 
 def _entropies(run: _Run, params: Any, found: Sequence[Trajectory]) -> tuple[list[np.ndarray], float]:
     """f32[n] of each whole row, and the largest difference of a sampled id's log-probability from the recorded one."""
-    model = decoder.Decoder(run.model)
-    compute = jax.jit(functools.partial(logprobs.token_logprobs, model), static_argnums=2)
+    compute = jax.jit(functools.partial(logprobs.token_logprobs, run.model, temperature=run.temperature))
     rows = [np.concatenate([t.prompt_ids, *(turn.token_ids for turn in t.turns)]).astype(np.int32) for t in found]
     results: list[np.ndarray] = [np.zeros(0)] * len(rows)
     gap = 0.0
@@ -170,7 +168,7 @@ def _entropies(run: _Run, params: Any, found: Sequence[Trajectory]) -> tuple[lis
         part = order[start : start + _ROWS]
         length = -(-max(len(rows[index]) for index in part) // _ROUND_TOKENS) * _ROUND_TOKENS
         batch = _batch([rows[index] for index in part], length)
-        logps, entropies = map(np.asarray, compute(params, batch, run.temperature))
+        logps, entropies = map(np.asarray, compute(params, batch))
         for place, index in enumerate(part):
             count, sampled = len(rows[index]), tokens.sampled_positions(found[index])
             recorded = np.concatenate([turn.behavior_logprobs[turn.mask] for turn in found[index].turns])
