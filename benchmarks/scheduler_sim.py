@@ -1,7 +1,8 @@
 """Event simulation of one rollout step on many engines: the pool's scheduler against simpler ones, on equal traces.
 
     python benchmarks/scheduler_sim.py --json            64 engines, 16,384 rollouts of heavy-tailed length
-    python benchmarks/scheduler_sim.py --validate        the simulated clock beside one real embedded engine
+
+scheduler_check.py holds its clock against one real embedded engine.
 
 The decisions of `pool` are rstar2_jax.rollout.balance itself. An engine decodes all of its running rows in step; a
 step takes `base_s + per_kv_token_s * tokens held` seconds, prefill so many tokens a second, and rows that outgrow the

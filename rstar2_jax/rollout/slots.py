@@ -218,7 +218,8 @@ class SlotTable:
         if behind and self.waiting and len(self.rows) < self.lanes:
             steps = min(max_steps, max(1, max(self._starts)))
         share = 16 if self._spread else 4  # short sequences are cheap to move on and dear to lay side by side again
-        leave_after = max(1, self.lanes // share) if self.waiting else self.lanes + 1
+        # What comes next may stand outside, in a pool's queue or behind a tool: a call is no good with few rows left.
+        leave_after = max(1, self.lanes // share) if self.waiting else -(-len(self.rows) // 4)
         return Call(self._device_rows(), given, np.int32(steps), np.int32(leave_after))
 
     def _give(self, ready: int, behind: Sequence[Job], max_steps: int) -> device.Given:

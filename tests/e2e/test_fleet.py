@@ -62,7 +62,7 @@ def test_rollouts_of_a_process_stopped_in_the_middle_end_on_the_other(tmp_path, 
     stopped = []
 
     async def stop(engines, replicas):
-        await drills.started(engines)
+        await drills.started(engines, 1)
         stopped.append(replicas[1].pid)
         os.kill(stopped[0], signal.SIGSTOP)
 
