@@ -27,12 +27,11 @@ import time
 
 import numpy as np
 
-HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import scheduler_sim as simulation
 
-TRACE = HERE / "results" / "box_step.json"
+TRACE = pathlib.Path(__file__).parent / "results" / "box_step.json"
 LANES, CONTEXT = 64, 160
 MEMORIES = (LANES * CONTEXT, 3072)
 CALLS = (1, 32)

@@ -177,7 +177,7 @@ def summary(drills):
 
 
 def main():
-    """Run the drills. Returns 0 when every rollout had its own ids or was counted by name, and each drill moved some."""
+    """Run the drills. Returns 0 when every rollout had its own ids or was counted by name, and each drill moved one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("drills", type=int, nargs="?", default=20)
     parser.add_argument("--json", action="store_true")
