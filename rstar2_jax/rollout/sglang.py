@@ -211,6 +211,10 @@ class SglangEngine:
 
     async def flush(self) -> None:
         """Forget cached prefixes; EngineError where the server refuses since requests are running."""
+        for wait_s in (0.1, 0.3, 1.0):  # it counts one as running for a moment after it has answered
+            with contextlib.suppress(wire.RefusedError):
+                return await self._control("/flush_cache", {})
+            await asyncio.sleep(wait_s)
         await self._control("/flush_cache", {})
 
     async def update_weights(self, root: str, version: int) -> None:

@@ -474,7 +474,7 @@ def test_a_rollout_that_only_an_engine_out_of_service_could_hold_ends_within_the
                 await large
         return results
 
-    assert drive(replicas, FAST, act)[0] == all_expected(8)
+    assert drive(replicas, dataclasses.replace(FAST, progress_s=3.0), act)[0] == all_expected(8)
     replicas[1].dead = False
     waiting = dataclasses.replace(FAST, probe_s=0)
     replicas[1].dead = True

@@ -381,3 +381,17 @@ def test_a_turn_that_the_server_ends_for_want_of_room_is_an_abort_with_its_ids(s
 def test_every_seed_survives_the_way_over_the_wire(seed):
     sent = wire.generate_body(dataclasses.replace(request(0, prompt=[1]), seed=seed), "r", "k")["sampling_params"]
     assert -(2**63) <= sent["sampling_seed"] < 2**63 and wire.unsigned(sent["sampling_seed"]) == seed
+
+
+def test_a_server_that_counts_a_request_as_running_for_a_moment_is_asked_again_to_flush(store):
+    async def use(server, engine):
+        refusals = [{"success": False, "message": "Flush cache failed."}] * 2
+        server.faults["/flush_cache"] = lambda reply: refusals.pop() if refusals else reply
+        await engine.flush()
+        asked = len(server.bodies("/flush_cache"))
+        server.faults["/flush_cache"] = 400
+        with pytest.raises(EngineError, match="/flush_cache"):
+            await engine.flush()
+        return asked
+
+    assert with_server(use, ready=store) == 3

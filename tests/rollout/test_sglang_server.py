@@ -46,10 +46,16 @@ def post(url, path, **body):
 
 
 def update(url, path, version):
-    """(status, message) of an update from any model path, on a server that is not paused."""
-    status, said = post(
-        url, "/update_weights_from_disk", model_path=str(path), load_format="auto", weight_version=str(version)
-    )
+    """(status, message) of an update from any model path, on a server that is not paused.
+
+    Such a server refuses to flush its cache for a moment after it has answered; our client pauses it first.
+    """
+    body = {"model_path": str(path), "load_format": "auto", "weight_version": str(version)}
+    for _ in range(20):
+        status, said = post(url, "/update_weights_from_disk", **body)
+        if "the cache was not flushed" not in said["message"]:
+            break
+        time.sleep(0.2)
     return status, said["message"]
 
 
