@@ -58,7 +58,8 @@ class Plan:
         micro_step, optimizer_step: bytes of temporaries while the program runs.
         traffic: collectives of one micro-step.
         widest: bytes of the largest single array in the micro-step, and its type and shape.
-        widest_ids: the same among arrays with an axis over the vocabulary (or a device's share of it).
+        widest_logits: the same among arrays with an axis over the vocabulary (or a device's share of it) and none over
+            the model's width: logits and what is made of them, not the embedding or the head.
     """
 
     parameters: int
@@ -71,7 +72,7 @@ class Plan:
     optimizer_step: int
     traffic: tuple[Traffic, ...]
     widest: tuple[int, str]
-    widest_ids: tuple[int, str]
+    widest_logits: tuple[int, str]
 
     @property
     def arguments(self) -> int:
@@ -102,8 +103,12 @@ def measure(model: settings.Model, learner: settings.Learner) -> Plan:
         micro_step=_temporaries(micro),
         optimizer_step=_temporaries(step),
         traffic=_traffic(text),
-        widest=_widest(text, ()),
-        widest_ids=_widest(text, (model.vocab_size, model.vocab_size // trainer.layout.shards("vocab"))),
+        widest=_widest(text),
+        widest_logits=_widest(
+            text,
+            (model.vocab_size, model.vocab_size // trainer.layout.shards("vocab")),
+            (model.d_model, model.d_model // trainer.layout.shards("embed")),
+        ),
     )
 
 
@@ -139,7 +144,7 @@ def in_child(model: settings.Model, learner: settings.Learner, environment: Mapp
         raise PlanError(f"compiling for {math.prod(learner.mesh)} devices failed: {said[-1]}")
     values = json.loads(done.stdout)
     traffic = tuple(Traffic(**entry) for entry in values.pop("traffic"))
-    widest = {name: tuple(values.pop(name)) for name in ("widest", "widest_ids")}
+    widest = {name: tuple(values.pop(name)) for name in ("widest", "widest_logits")}
     return Plan(traffic=traffic, **widest, **values)
 
 
@@ -167,9 +172,13 @@ def _traffic(text: str) -> tuple[Traffic, ...]:
     )
 
 
-def _widest(text: str, axes: tuple[int, ...]) -> tuple[int, str]:
-    """The largest array, of those with one of these axes if there are any."""
-    arrays = [(kind, dims) for kind, dims in hlo.array_sizes(text) if not axes or set(axes) & set(dims)]
+def _widest(text: str, axes: tuple[int, ...] = (), without: tuple[int, ...] = ()) -> tuple[int, str]:
+    """The largest array, of those with one of these axes if there are any, and with none of the others."""
+    arrays = [
+        (kind, dims)
+        for kind, dims in hlo.array_sizes(text)
+        if (not axes or set(axes) & set(dims)) and not set(without) & set(dims)
+    ]
     return max((hlo.byte_size(kind, dims), f"{kind}{list(dims)}") for kind, dims in arrays)
 
 

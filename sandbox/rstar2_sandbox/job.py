@@ -157,7 +157,9 @@ def judge(status: int, cpu_s: float, ended_by: Status | None, limits: Limits) ->
     number = os.WTERMSIG(status)
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if ended_by is not None and number == signal.SIGKILL:
-        return ended_by, None, name
+        # Where cores are scarce, a program that ignores the first signal of its processor limit meets the clock first.
+        spent = ended_by is Status.TIMEOUT_WALL and cpu_s >= limits.effective_cpu_s
+        return (Status.TIMEOUT_CPU if spent else ended_by), None, name
     if number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_s >= 0.7 * limits.effective_cpu_s):
         return Status.TIMEOUT_CPU, None, name
     return Status.KILLED, None, name

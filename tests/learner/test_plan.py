@@ -76,7 +76,7 @@ def test_a_mesh_that_cannot_be_made_is_said_with_its_reason():
 
 BASE = plan.Plan(
     parameters=10**9, devices=8, params=10**9, moments=2 * 10**9, gradients=10**9, batch=10**6, micro_step=10**9,
-    optimizer_step=10**8, traffic=(), widest=(1, "f32[1]"), widest_ids=(1, "f32[1]"),
+    optimizer_step=10**8, traffic=(), widest=(1, "f32[1]"), widest_logits=(1, "f32[1]"),
 )  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def test_the_paper_s_models_fit_on_its_machines(files, parameters):
     assert 1 <= found.moments / (8 * parameters / shards) < 1.002
     rows = how.microbatch_rows // (how.mesh[0] * how.mesh[1])
     logits = 4 * rows * how.row_tokens * model.vocab_size // how.mesh[2]
-    assert found.widest_ids[0] < logits / 4, found.widest_ids  # no [B, T, V], whole or a share of it
+    assert found.widest_logits[0] < logits / 4, found.widest_logits  # no [B, T, V], whole or a share of it
     reduced = {one.kind: one.count for one in found.traffic}
     # The only two: the head's gradient, once for all chunks and rows, and the gradient of the states before it. With
     # fsdp = 1 nothing of the head is left to reduce.

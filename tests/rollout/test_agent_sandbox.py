@@ -180,7 +180,7 @@ def test_a_tool_that_the_nodes_do_not_have_is_refused_before_any_episode(sandbox
     task = settings.Task(source="box", tokenizer="box", tools=("python", "octave"))
 
     async def use(client):
-        await offer.self_test(task, offer.registry(task, client, LIMITS))
+        await offer.self_test(task, offer.registry(task, client, settings.Sandbox(run_limit_s=20.0)))
 
     installed = os.access(jail.OCTAVE[0], os.X_OK)
     refused = pytest.raises(RuntimeError, match="'octave'.*install it")
