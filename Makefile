@@ -3,7 +3,7 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 JOBS ?= 2               # test files at once
 TESTS = $(PY) -m pytest -n $(strip $(JOBS)) --dist loadfile
-.PHONY: help setup box study box-real test unit torch test-octave sglang-env test-sglang harness-env test-harness lint fuzz drills clean peers bench-step drill-resume
+.PHONY: help setup box study box-real test unit test-long torch test-octave sglang-env test-sglang harness-env test-harness lint fuzz drills clean peers bench-step drill-resume
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -23,10 +23,13 @@ box-real:        ## the same job on real weights and real problems
 	VENV=$(VENV)-real launch/box_real.sh
 
 test: setup      ## everything that needs no torch
-	$(TESTS) -m "not torch and not sglang and not harness"
+	$(TESTS) -m "not torch and not sglang and not harness and not long"
 
 unit: setup      ## the quick part of it
-	$(TESTS) -q -m "not torch and not sglang and not harness and not slow and not e2e"
+	$(TESTS) -q -m "not torch and not sglang and not harness and not long and not slow and not e2e"
+
+test-long: setup ## what takes minutes: the plans of every part of the paper's recipe
+	$(PY) -m pytest -m long
 
 torch: setup     ## live parity with transformers (Python 3.11: installs the CPU build of torch)
 	$(PY) -m pip install -qq -c constraints-3.11.txt torch transformers

@@ -20,7 +20,7 @@ def recipe(*words, **env):
     return subprocess.run(command, capture_output=True, text=True, env=given, timeout=900)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_whole_recipe_of_the_paper_says_what_it_would_run(tmp_path):
     runs = tmp_path / "runs"
     done = recipe("qwen3_14b", "mi300x_64", "--dry_run", RUNS=str(runs), REDIS="redis://127.0.0.1:6379")
