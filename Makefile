@@ -28,7 +28,7 @@ test: setup      ## everything that needs no torch
 unit: setup      ## the quick part of it
 	$(TESTS) -q -m "not torch and not sglang and not harness and not long and not slow and not e2e"
 
-test-long: setup ## what takes minutes: the plans of every part of the paper's recipe
+test-long: setup ## what takes minutes: plans of the paper's models and of every part of its recipe
 	$(PY) -m pytest -m long
 
 torch: setup     ## live parity with transformers (Python 3.11: installs the CPU build of torch)

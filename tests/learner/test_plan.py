@@ -115,8 +115,10 @@ def test_work_without_recomputation_is_about_six_operations_a_parameter_and_toke
 
 GOLDEN = [  # files, parameters
     (("stage2.gin", "scale/mi300x_64.gin"), 14_768_307_200),
-    (("stage2.gin", "scale/mi300x_64.gin", "model/qwen2_5_32b.gin"), 32_763_876_352),
-    (("stage2.gin", "scale/mi300x_8.gin"), 14_768_307_200),
+    pytest.param(
+        ("stage2.gin", "scale/mi300x_64.gin", "model/qwen2_5_32b.gin"), 32_763_876_352, marks=pytest.mark.long
+    ),
+    pytest.param(("stage2.gin", "scale/mi300x_8.gin"), 14_768_307_200, marks=pytest.mark.long),
 ]
 
 
