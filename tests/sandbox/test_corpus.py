@@ -108,4 +108,6 @@ def test_a_hostile_program_gets_what_it_earned(results, name):
 
 
 def test_nothing_is_left_behind(results):
-    assert results[2] == {"processes": [], "descriptors": 0, "files": []}
+    left = results[2]
+    # Fewer than before is no leak: what an earlier test forgot may be collected meanwhile.
+    assert left["descriptors"] <= 0 and left | {"descriptors": 0} == {"processes": [], "descriptors": 0, "files": []}
