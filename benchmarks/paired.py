@@ -129,3 +129,17 @@ def _memory(field: str) -> int:
     found = re.search(rf"{field}:\s+(\d+) kB", text)
     assert found is not None
     return int(found[1]) * 1024
+
+
+def table(load: str, unit: str, results: list[Result]) -> list[str]:
+    """Lines for a person; `unit` is what a rate counts a CPU-second."""
+    base = {result.name: result for result in results}
+    lines = [f"{load}: median of {len(results[0].rates)} alternated rounds, {unit} a CPU-second"]
+    for result in results:
+        ratio = f"{base['ours'].median / result.median:5.2f}x" if "ours" in base else ""
+        lines.append(
+            f"  {result.name:<6} {result.median:8,.0f}  [{min(result.rates):,.0f}, {max(result.rates):,.0f}]  ours is "
+            f"{ratio}  peak {result.peak_bytes / 1e6:,.0f} MB, {(result.peak_bytes - result.idle_bytes) / 1e6:,.0f} "
+            f"above its imports  {result.told}"
+        )
+    return lines

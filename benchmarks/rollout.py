@@ -140,19 +140,6 @@ def prepare(task: dict[str, Any]) -> Any:
     return work, {"parameters": count, "rows": lanes, "versions": f"jax {jax.__version__}"}
 
 
-def table(load: str, results: list[paired.Result]) -> list[str]:
-    """Lines for a person."""
-    base = {result.name: result for result in results}
-    lines = [f"{load}: median of {len(results[0].rates)} alternated rounds, ids sampled a CPU-second"]
-    for result in results:
-        ratio = f"{base['ours'].median / result.median:5.2f}x" if "ours" in base else ""
-        lines.append(
-            f"  {result.name:<6} {result.median:8,.0f}  [{min(result.rates):,.0f}, {max(result.rates):,.0f}]  ours is "
-            f"{ratio}  peak {result.peak_bytes / 1e6:,.0f} MB  {result.told}"
-        )
-    return lines
-
-
 def main() -> None:
     """Measure and print."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -181,7 +168,7 @@ def main() -> None:
             r.name: {"median": r.median, "rates": r.rates, "peak_bytes": r.peak_bytes} | r.told for r in results
         }
         if not asked.json:
-            print("\n".join(table(load, results)), flush=True)
+            print("\n".join(paired.table(load, "ids sampled", results)), flush=True)
     if asked.json:
         print(json.dumps(found))
 

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
+import rollout_task
 
 PROMPT, RESPONSE = 64, 128
 TOKENS = PROMPT + RESPONSE
 LR = 1e-4
 # 9.7 million parameters, 39% of them in the tied embedding.
-SIZES: dict[str, Any] = {
-    "vocab_size": 14848,
-    "d_model": 256,
-    "d_mlp": 768,
-    "layers": 6,
-    "heads": 8,
-    "kv_heads": 4,
-    "head_dim": 64,
-    "rope_theta": 1e6,
-    "rms_eps": 1e-6,
-}
+SIZES = rollout_task.SMALL
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

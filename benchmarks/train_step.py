@@ -74,20 +74,6 @@ def prepare(task: dict[str, Any]) -> Any:
     return work, {"parameters": count, "rows": len(parts) * 16, "padding": pack.waste(parts)}
 
 
-def table(load: str, results: list[paired.Result]) -> list[str]:
-    """Lines for a person."""
-    base = {result.name: result for result in results}
-    lines = [f"{load}: median of {len(results[0].rates)} alternated rounds, trained tokens a CPU-second"]
-    for result in results:
-        ratio = f"{base['ours'].median / result.median:5.2f}x" if "ours" in base else ""
-        lines.append(
-            f"  {result.name:<6} {result.median:8,.0f}  [{min(result.rates):,.0f}, {max(result.rates):,.0f}]  ours is "
-            f"{ratio}  peak {result.peak_bytes / 1e6:,.0f} MB, {(result.peak_bytes - result.idle_bytes) / 1e6:,.0f} "
-            f"above its imports  {result.told}"
-        )
-    return lines
-
-
 def main() -> None:
     """Measure and print."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -116,7 +102,7 @@ def main() -> None:
             for r in results
         }
         if not asked.json:
-            print("\n".join(table(load, results)))
+            print("\n".join(paired.table(load, "trained tokens", results)))
     if asked.json:
         print(json.dumps(found))
 

@@ -7,15 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-
-def _check(ok: bool, owner: object, field: str, rule: str) -> None:
-    if not ok:
-        raise ValueError(f"{type(owner).__name__}.{field} = {getattr(owner, field)!r}: {rule}")
-
-
-def _positive(owner: object, *fields: str) -> None:
-    for field in fields:
-        _check(getattr(owner, field) > 0, owner, field, "must be above 0")
+from rstar2_jax import ranges
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +34,11 @@ class Demonstrations:
     folder: str = ""
 
     def __post_init__(self) -> None:
-        _positive(self, "count", "batch_size")
+        ranges.positive(self, "count", "batch_size")
         total = sum(share for _, share in self.mixture)
-        _check(not self.mixture or total == self.count, self, "count", f"the shares of mixture add up to {total}")
+        ranges.check(not self.mixture or total == self.count, self, "count", f"the shares of mixture add up to {total}")
         for field in ("tool_share", "failing_share", "doubled_answer_share"):
-            _check(0 <= getattr(self, field) <= 1, self, field, "must be in [0, 1]")
+            ranges.check(0 <= getattr(self, field) <= 1, self, field, "must be in [0, 1]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +60,8 @@ class Curation:
     max_answer_digits: int = 18
 
     def __post_init__(self) -> None:
-        _positive(self, "samples", "max_answer_digits")
-        _check(
+        ranges.positive(self, "samples", "max_answer_digits")
+        ranges.check(
             0 <= self.min_solved <= self.max_solved, self, "min_solved", f"must be 0 to max_solved = {self.max_solved}"
         )
-        _check(self.max_solved <= self.samples, self, "max_solved", f"must be at most samples = {self.samples}")
+        ranges.check(self.max_solved <= self.samples, self, "max_solved", f"must be at most samples = {self.samples}")

@@ -8,15 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-
-def _check(ok: bool, owner: object, field: str, rule: str) -> None:
-    if not ok:
-        raise ValueError(f"{type(owner).__name__}.{field} = {getattr(owner, field)!r}: {rule}")
-
-
-def _positive(owner: object, *fields: str) -> None:
-    for field in fields:
-        _check(getattr(owner, field) > 0, owner, field, "must be above 0")
+from rstar2_jax import ranges
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,13 +34,13 @@ class Sharding:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             known = all(axis in ("data", "fsdp", "tensor") for axis in getattr(self, field.name))
-            _check(known, self, field.name, "axes are data, fsdp and tensor")
+            ranges.check(known, self, field.name, "axes are data, fsdp and tensor")
         for split in ("heads", "mlp", "vocab"):
             for other in ("embed", "rows"):
                 shared = set(getattr(self, split)) & set(getattr(self, other))
-                _check(not shared, self, split, f"shares {sorted(shared)} with {other}: no array can have both")
+                ranges.check(not shared, self, split, f"shares {sorted(shared)} with {other}: no array can have both")
         shared = set(self.rows) & set(self.sequence)
-        _check(not shared, self, "sequence", f"shares {sorted(shared)} with rows: no array can have both")
+        ranges.check(not shared, self, "sequence", f"shares {sorted(shared)} with rows: no array can have both")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +63,10 @@ class Device:
         values = dataclasses.astuple(self)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            _check(0 <= value < math.inf, self, field.name, "must be a finite number, 0 or more")
-            _check(value > 0 or not any(values), self, field.name, "is 0 where other fields are known: give it as well")
+            ranges.check(0 <= value < math.inf, self, field.name, "must be a finite number, 0 or more")
+            ranges.check(
+                value > 0 or not any(values), self, field.name, "is 0 where other fields are known: give it as well"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,4 +92,4 @@ class Sandbox:
     output_bytes: int = 64 * 2**10
 
     def __post_init__(self) -> None:
-        _positive(self, "slots", "session_slots", "run_limit_s", "queue_limit_s", "memory_bytes", "output_bytes")
+        ranges.positive(self, "slots", "session_slots", "run_limit_s", "queue_limit_s", "memory_bytes", "output_bytes")

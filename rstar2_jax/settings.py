@@ -9,7 +9,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from rstar2_jax import corpus, hardware, hosts
+from rstar2_jax import corpus, hardware, hosts, ranges
 
 Curation = corpus.Curation  # bound in gin like the settings below
 Demonstrations = corpus.Demonstrations
@@ -19,20 +19,6 @@ Fleet = hosts.Fleet
 Sandbox = hardware.Sandbox
 Sharding = hardware.Sharding
 Family = Literal["llama", "qwen2", "qwen3"]
-
-
-def _check(ok: bool, owner: object, field: str, rule: str) -> None:
-    if not ok:
-        raise ValueError(f"{type(owner).__name__}.{field} = {getattr(owner, field)!r}: {rule}")
-
-
-def _positive(owner: object, *fields: str) -> None:
-    for field in fields:
-        _check(getattr(owner, field) > 0, owner, field, "must be above 0")
-
-
-def _one_of(owner: object, field: str, choices: tuple[str, ...]) -> None:
-    _check(getattr(owner, field) in choices, owner, field, f"must be one of {', '.join(choices)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,11 +45,11 @@ class Run:
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
-        _check(bool(self.workdir), self, "workdir", "must name a folder")
-        _one_of(self, "optimizer_start", ("reset", "restart", "continue"))
-        _positive(self, "save_every_steps", "keep_checkpoints")
-        _check(self.steps >= 0, self, "steps", "must be 0 or more")
-        _check(0 <= self.seed < 2**31, self, "seed", "must be in [0, 2**31)")
+        ranges.check(bool(self.workdir), self, "workdir", "must name a folder")
+        ranges.one_of(self, "optimizer_start", ("reset", "restart", "continue"))
+        ranges.positive(self, "save_every_steps", "keep_checkpoints")
+        ranges.check(self.steps >= 0, self, "steps", "must be 0 or more")
+        ranges.check(0 <= self.seed < 2**31, self, "seed", "must be in [0, 2**31)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,12 +75,16 @@ class Model:
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        _one_of(self, "family", ("llama", "qwen2", "qwen3"))
-        _one_of(self, "compute_dtype", ("float32", "bfloat16"))
-        _positive(self, "vocab_size", "d_model", "d_mlp", "layers", "heads", "kv_heads", "head_dim", "max_positions")
-        _positive(self, "rope_theta", "rms_eps")
-        _check(self.heads % self.kv_heads == 0, self, "heads", f"must be a multiple of kv_heads = {self.kv_heads}")
-        _check(self.head_dim % 2 == 0, self, "head_dim", "must be even (rotary halves)")
+        ranges.one_of(self, "family", ("llama", "qwen2", "qwen3"))
+        ranges.one_of(self, "compute_dtype", ("float32", "bfloat16"))
+        ranges.positive(
+            self, "vocab_size", "d_model", "d_mlp", "layers", "heads", "kv_heads", "head_dim", "max_positions"
+        )
+        ranges.positive(self, "rope_theta", "rms_eps")
+        ranges.check(
+            self.heads % self.kv_heads == 0, self, "heads", f"must be a multiple of kv_heads = {self.kv_heads}"
+        )
+        ranges.check(self.head_dim % 2 == 0, self, "head_dim", "must be even (rotary halves)")
 
     @property
     def qkv_bias(self) -> bool:
@@ -135,13 +125,15 @@ class Task:
     tool_name: str = "execute_python_code_with_standard_io"
 
     def __post_init__(self) -> None:
-        _check(bool(self.source), self, "source", "must name a source of problems")
-        _check(bool(self.tokenizer), self, "tokenizer", "must be 'box' or a folder with tokenizer.json")
-        _check(self.difficulty in (1, 2, 3), self, "difficulty", "must be 1, 2 or 3")
+        ranges.check(bool(self.source), self, "source", "must name a source of problems")
+        ranges.check(bool(self.tokenizer), self, "tokenizer", "must be 'box' or a folder with tokenizer.json")
+        ranges.check(self.difficulty in (1, 2, 3), self, "difficulty", "must be 1, 2 or 3")
         known = ("python", "session", "octave", "sql")
         right = set(self.tools) <= set(known) and len(set(self.tools)) == len(self.tools)
-        _check(right, self, "tools", f"must be some of {', '.join(known)}, each once")
-        _check(not {"python", "session"} <= set(self.tools), self, "tools", "python and session have one name: choose")
+        ranges.check(right, self, "tools", f"must be some of {', '.join(known)}, each once")
+        ranges.check(
+            not {"python", "session"} <= set(self.tools), self, "tools", "python and session have one name: choose"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,8 +155,8 @@ class Exam:
     stop_on_collapse: bool = False
 
     def __post_init__(self) -> None:
-        _check(self.every_steps >= 0, self, "every_steps", "must be 0 (never) or more")
-        _positive(self, "problems", "samples")
+        ranges.check(self.every_steps >= 0, self, "every_steps", "must be 0 (never) or more")
+        ranges.positive(self, "problems", "samples")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,13 +193,17 @@ class Rollout:
     fleet: Fleet = Fleet()
 
     def __post_init__(self) -> None:
-        _positive(self, "prompts_per_step", "group_size", "max_prompt_tokens", "max_response_tokens", "max_turns")
-        _positive(self, "max_calls_per_turn", "max_reply_tokens", "engine_slots", "prefill_chunk_tokens", "deadline_s")
-        _check(self.oversample >= self.group_size, self, "oversample", f"must be >= group_size = {self.group_size}")
-        _check(self.temperature > 0, self, "temperature", "must be above 0 (1.0 is the policy itself)")
-        _check(0 < self.top_p <= 1, self, "top_p", "must be in (0, 1]")
-        _check(self.max_staleness >= 0, self, "max_staleness", "must be 0 (synchronous) or more steps")
-        _check(self.top_k == -1 or self.top_k > 0, self, "top_k", "must be above 0, or -1 for off")
+        ranges.positive(self, "prompts_per_step", "group_size", "max_prompt_tokens", "max_response_tokens", "max_turns")
+        ranges.positive(
+            self, "max_calls_per_turn", "max_reply_tokens", "engine_slots", "prefill_chunk_tokens", "deadline_s"
+        )
+        ranges.check(
+            self.oversample >= self.group_size, self, "oversample", f"must be >= group_size = {self.group_size}"
+        )
+        ranges.check(self.temperature > 0, self, "temperature", "must be above 0 (1.0 is the policy itself)")
+        ranges.check(0 < self.top_p <= 1, self, "top_p", "must be in (0, 1]")
+        ranges.check(self.max_staleness >= 0, self, "max_staleness", "must be 0 (synchronous) or more steps")
+        ranges.check(self.top_k == -1 or self.top_k > 0, self, "top_k", "must be above 0, or -1 for off")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,17 +235,17 @@ class Roc:
     truncated: Literal["negative", "masked"] = "negative"
 
     def __post_init__(self) -> None:
-        _one_of(self, "positives", ("inverse", "greedy", "uniform"))
-        _one_of(self, "truncated", ("negative", "masked"))
-        _check(self.repetition_weight >= 0, self, "repetition_weight", "must be 0 (off) or more")
+        ranges.one_of(self, "positives", ("inverse", "greedy", "uniform"))
+        ranges.one_of(self, "truncated", ("negative", "masked"))
+        ranges.check(self.repetition_weight >= 0, self, "repetition_weight", "must be 0 (off) or more")
         blind = self.by_class or (self.positives == "uniform" and self.repetition_weight == 0)
-        _check(
+        ranges.check(
             blind, self, "by_class", "False draws without any weight: set positives = 'uniform', repetition_weight = 0"
         )
-        _check(self.min_class >= 0, self, "min_class", "must be 0 or more")
-        _positive(self, "p_floor")
-        _check(self.max_refills >= 0, self, "max_refills", "must be 0 or more")
-        _check(0 <= self.max_unscored <= 1, self, "max_unscored", "must be in [0, 1]")
+        ranges.check(self.min_class >= 0, self, "min_class", "must be 0 or more")
+        ranges.positive(self, "p_floor")
+        ranges.check(self.max_refills >= 0, self, "max_refills", "must be 0 or more")
+        ranges.check(0 <= self.max_unscored <= 1, self, "max_unscored", "must be in [0, 1]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,17 +274,17 @@ class Loss:
     advantage_eps: float = 0.0
 
     def __post_init__(self) -> None:
-        _one_of(self, "aggregation", ("token_mean", "seq_mean"))
-        _one_of(self, "correction", ("off", "token", "sequence"))
-        _check(0 <= self.eps_low < 1, self, "eps_low", "must be in [0, 1)")
-        _check(self.eps_high >= 0, self, "eps_high", "must be 0 or more")
-        _check(self.dual_clip == 0 or self.dual_clip > 1, self, "dual_clip", "must be above 1, or 0 for off")
-        _check(self.kl_coef >= 0, self, "kl_coef", "must be 0 or more")
-        _check(math.isfinite(self.entropy_coef), self, "entropy_coef", "must be a finite number")
-        _check(0 < self.high_entropy_share <= 1, self, "high_entropy_share", "must be in (0, 1]")
-        _check(self.correction_cap >= 1, self, "correction_cap", "must be 1 or more")
-        _check(self.ddof in (0, 1), self, "ddof", "must be 0 or 1")
-        _check(self.advantage_eps >= 0, self, "advantage_eps", "must be 0 or more")
+        ranges.one_of(self, "aggregation", ("token_mean", "seq_mean"))
+        ranges.one_of(self, "correction", ("off", "token", "sequence"))
+        ranges.check(0 <= self.eps_low < 1, self, "eps_low", "must be in [0, 1)")
+        ranges.check(self.eps_high >= 0, self, "eps_high", "must be 0 or more")
+        ranges.check(self.dual_clip == 0 or self.dual_clip > 1, self, "dual_clip", "must be above 1, or 0 for off")
+        ranges.check(self.kl_coef >= 0, self, "kl_coef", "must be 0 or more")
+        ranges.check(math.isfinite(self.entropy_coef), self, "entropy_coef", "must be a finite number")
+        ranges.check(0 < self.high_entropy_share <= 1, self, "high_entropy_share", "must be in (0, 1]")
+        ranges.check(self.correction_cap >= 1, self, "correction_cap", "must be 1 or more")
+        ranges.check(self.ddof in (0, 1), self, "ddof", "must be 0 or 1")
+        ranges.check(self.advantage_eps >= 0, self, "advantage_eps", "must be 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,14 +300,14 @@ class Optimizer:
     b2: float = 0.999
 
     def __post_init__(self) -> None:
-        _one_of(self, "schedule", ("constant", "cosine"))
-        _check(self.lr >= 0, self, "lr", "must be 0 or more")
-        _check(self.warmup_steps >= 0, self, "warmup_steps", "must be 0 or more")
-        _check(math.isfinite(self.lr), self, "lr", "must be a finite number")
-        _check(self.weight_decay >= 0, self, "weight_decay", "must be 0 or more")
-        _check(0 <= self.b1 < 1, self, "b1", "must be in [0, 1)")
-        _check(0 <= self.b2 < 1, self, "b2", "must be in [0, 1)")
-        _positive(self, "max_grad_norm")
+        ranges.one_of(self, "schedule", ("constant", "cosine"))
+        ranges.check(self.lr >= 0, self, "lr", "must be 0 or more")
+        ranges.check(self.warmup_steps >= 0, self, "warmup_steps", "must be 0 or more")
+        ranges.check(math.isfinite(self.lr), self, "lr", "must be a finite number")
+        ranges.check(self.weight_decay >= 0, self, "weight_decay", "must be 0 or more")
+        ranges.check(0 <= self.b1 < 1, self, "b1", "must be in [0, 1)")
+        ranges.check(0 <= self.b2 < 1, self, "b2", "must be in [0, 1)")
+        ranges.positive(self, "max_grad_norm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -342,11 +338,13 @@ class Learner:
     device: Device = Device()
 
     def __post_init__(self) -> None:
-        _positive(self, "microbatch_rows", "row_tokens", "minibatches")
-        _one_of(self, "remat", ("none", "block", "full"))
-        _one_of(self, "attention", ("portable", "aiter"))
-        _check(len(self.mesh) == 3 and all(n > 0 for n in self.mesh), self, "mesh", "must be three counts above 0")
+        ranges.positive(self, "microbatch_rows", "row_tokens", "minibatches")
+        ranges.one_of(self, "remat", ("none", "block", "full"))
+        ranges.one_of(self, "attention", ("portable", "aiter"))
+        ranges.check(
+            len(self.mesh) == 3 and all(n > 0 for n in self.mesh), self, "mesh", "must be three counts above 0"
+        )
         axes: dict[str, int] = dict(zip(("data", "fsdp", "tensor"), self.mesh, strict=True))
         shards = math.prod(axes[name] for name in self.sharding.rows)
         rule = f"must be a multiple of {' * '.join(self.sharding.rows)} = {shards}"
-        _check(self.microbatch_rows % shards == 0, self, "microbatch_rows", rule)
+        ranges.check(self.microbatch_rows % shards == 0, self, "microbatch_rows", rule)

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import shutil
 import signal
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from rstar2_jax.algo import roc as roc_rule
 from rstar2_jax.data import prompts
 from rstar2_jax.io import checkpoint, clock, metrics, timeline, trajectories
 from rstar2_jax.learner import batch, objective, update
+from rstar2_jax.model import decoder
 from rstar2_jax.report import console, guards
 from rstar2_jax.rollout import ahead, groups, statistics, tier
 from rstar2_jax.types import Group
@@ -156,7 +158,7 @@ async def _train(
             rooms=rooms,
             sampler=sampler,
             examiner=exams.open_examiner(exam, rooms, sampler, run.seed, source),
-            guards=guards.Guards(_history(workdir, progress.step)),
+            guards=_open_guards(workdir, run, model, progress.step),
             clock=clock.Clock(workdir),
             screen=screen,
         )
@@ -289,10 +291,17 @@ def _keep_best(desk: _Desk, step: int, found: Metrics) -> None:
 
 def _guard(desk: _Desk, step: int, told: Metrics) -> Metrics:
     """What the guards say of the step: aloud once, and as metrics."""
-    said, found = desk.guards.add(step, told)
+    free: Metrics = {"disk/free_bytes": float(shutil.disk_usage(desk.workdir).free)}
+    said, found = desk.guards.add(step, told | free)
     for line in said:
         desk.screen.note(f"! {line}")
-    return dict(found)
+    return free | found
+
+
+def _open_guards(workdir: Path, run: settings.Run, model: settings.Model, step: int) -> guards.Guards:
+    """The guards, who remember what an interrupted run told; a checkpoint is weights and two moments in float32."""
+    size = 12 * sum(leaf.size for leaf in jax.tree.leaves(decoder.abstract_params(model)))
+    return guards.Guards(_history(workdir, step), checkpoint_bytes=size, last_step=run.steps)
 
 
 def _history(workdir: Path, before: int) -> list[tuple[int, Metrics]]:

@@ -28,7 +28,7 @@ from rstar2_jax import settings
 from rstar2_jax.completions import listen, reply
 from rstar2_jax.completions import request as requests
 from rstar2_jax.data import conversation
-from rstar2_jax.rollout import agent, tier
+from rstar2_jax.rollout import agent, deadline, tier
 from rstar2_jax.rollout.engine import EngineError
 from rstar2_jax.types import Prompt, StopReason, Trajectory
 
@@ -205,7 +205,7 @@ class Front:
             last, choice = reply.finish(narrator, work.chat, trajectory, clients_tools=work.clients_tools)
             return reply.with_texts(choice, [*told, *last])
 
-        choices = await _together([one(index) for index in range(work.asked.n)])
+        choices = await deadline.together([one(index) for index in range(work.asked.n)])
         return web.json_response(reply.completion(work.rid, work.created, self._name, work.prompt_tokens, choices))
 
     async def _stream(self, http: web.Request, work: _Work) -> web.StreamResponse:
@@ -262,7 +262,7 @@ class Front:
             events.put_nowait(event([reply.delta(index, said, choice)]))
             return choice
 
-        choices = await _together([one(index) for index in range(work.asked.n)])
+        choices = await deadline.together([one(index) for index in range(work.asked.n)])
         if work.asked.usage_in_stream:
             events.put_nowait(event([]) | {"usage": reply.usage(work.prompt_tokens, choices)})
 
@@ -350,14 +350,3 @@ def _refuse_constant(name: str) -> Any:
 
 def _error_body(message: str, kind: str, field: str | None = None, code: str | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
-
-
-async def _together(work: Sequence[Awaitable[reply.Choice]]) -> list[reply.Choice]:
-    """Results in order; the first error or a cancellation ends the others before it goes on."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -15,7 +15,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +108,17 @@ class Checkpoints:
         """
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         found = self.steps()
-        for step in reversed(found):
+
+        def read(step: int) -> Any:
             args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), record=ocp.args.JsonRestore())
-            try:
-                restored: Any = self._manager.restore(step, args=args)
-            except Exception as fault:  # Orbax reports a torn array as a bare Exception
-                self._warn(f"checkpoint {self._folder / str(step)} is torn and was passed over: {_first_line(fault)}")
-                continue
+            return step, self._manager.restore(step, args=args)
+
+        def torn(step: int, fault: str) -> None:
+            self._warn(f"checkpoint {self._folder / str(step)} is torn and was passed over: {fault}")
+
+        newest = _newest_whole(found, read, torn)
+        if newest is not None:
+            step, restored = newest
             self._report_environment(restored.record)
             return step, restored.state, dict(restored.record)
         if found:
@@ -155,18 +159,29 @@ def restore_params(folder: str | os.PathLike[str], abstract: Any = None) -> tupl
     root = _checkpoint_root(folder)
     handlers = {"state": ocp.PyTreeCheckpointHandler(), "record": ocp.JsonCheckpointHandler()}
     with ocp.CheckpointManager(root, item_handlers=handlers) as manager:
-        steps = sorted(manager.all_steps(), reverse=True)
-        torn = []
-        for step in steps:
-            try:
-                return _read_params(manager, root, step, abstract)
-            except CheckpointError:
-                raise
-            except Exception as fault:  # Orbax reports a torn array as a bare Exception
-                torn.append(f"step {step}: {_first_line(fault)}")
+        steps, torn = sorted(manager.all_steps()), []
+        found = _newest_whole(
+            steps,
+            lambda step: _read_params(manager, root, step, abstract),
+            lambda step, fault: torn.append(f"step {step}: {fault}"),
+        )
+    if found is not None:
+        return found
     if torn:
         raise CheckpointError(f"{root}: none of the checkpoints {steps} can be read ({'; '.join(torn)})")
     raise CheckpointError(f"{root}: holds no checkpoint; finish that run first or correct the path")
+
+
+def _newest_whole(steps: Sequence[int], read: Callable[[int], Any], torn: Callable[[int, str], None]) -> Any:
+    """What `read` gives for the newest step that reads back whole; None where there is none. `torn` hears of others."""
+    for step in reversed(steps):
+        try:
+            return read(step)
+        except CheckpointError:
+            raise
+        except Exception as fault:  # Orbax reports a torn array as a bare Exception
+            torn(step, _first_line(fault))
+    return None
 
 
 def _read_params(manager: ocp.CheckpointManager, root: Path, step: int, abstract: Any) -> tuple[Any, dict[str, Any]]:

@@ -233,13 +233,6 @@ def id_fields(ids: SpecialIds) -> dict[str, Any]:
     return {"bos_token_id": ids.bos, "eos_token_id": eos, "pad_token_id": ids.pad}
 
 
-def special_ids(config: Mapping[str, Any]) -> SpecialIds:
-    """The ids that a config.json or generation_config.json names."""
-    eos = config.get("eos_token_id")
-    many = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    return SpecialIds(bos=config.get("bos_token_id"), eos=many, pad=config.get("pad_token_id"))
-
-
 def read_config(folder: str | os.PathLike) -> dict[str, Any]:
     """config.json of a folder. Raises ValueError where there is none."""
     path = pathlib.Path(folder) / "config.json"

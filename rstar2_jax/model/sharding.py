@@ -187,10 +187,3 @@ def param_shardings(abstract: Any, mesh: Mesh, table: hardware.Sharding = DEFAUL
 def batch_sharding(mesh: Mesh, table: hardware.Sharding = DEFAULT) -> NamedSharding:
     """Rows over the mesh axes of `rows`; every tensor-parallel device is given whole rows."""
     return NamedSharding(mesh, _spec(table, ("rows",)))
-
-
-def check_rows(rows: int, mesh: Mesh) -> None:
-    """Raise ValueError, naming both numbers, where `rows` cannot be split over data * fsdp."""
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    if rows % shards:
-        raise ValueError(f"{rows} rows cannot be split over {shards} devices (data * fsdp): use a multiple of {shards}")

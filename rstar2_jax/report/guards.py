@@ -107,7 +107,7 @@ def disk(free: Sequence[tuple[int, int]], checkpoint_bytes: int, last_step: int)
     """One sentence when the disk will not last.
 
     Args:
-        free: (step, bytes free) at each save so far.
+        free: (step, bytes free) after steps so far.
         checkpoint_bytes: size of one checkpoint.
         last_step: of the run.
     """
@@ -127,9 +127,12 @@ def disk(free: Sequence[tuple[int, int]], checkpoint_bytes: int, last_step: int)
 class Guards:
     """The guards of one run; they remember its steps."""
 
-    def __init__(self, history: Sequence[tuple[int, Told]] = ()) -> None:
-        """Args: history holds the metrics of the steps that are done already."""
+    def __init__(
+        self, history: Sequence[tuple[int, Told]] = (), *, checkpoint_bytes: int = 0, last_step: int = 0
+    ) -> None:
+        """Args: history holds the metrics of the steps that are done already; the rest is what `disk` asks for."""
         self._history = list(history)
+        self._disk = checkpoint_bytes, last_step
         self._raised: set[str] = set()
 
     @property
@@ -146,10 +149,16 @@ class Guards:
             "live_groups": self._live_groups(),
             "grad_norm": self._grad_norm(told),
             "logprob_gap": self._logprob_gap(told),
+            "disk": self._forecast(),
         }
         new = [text for name, text in found.items() if text and name not in self._raised]
         self._raised = {name for name, text in found.items() if text}
         return new, {f"guard/{name}": float(text is not None) for name, text in found.items()}
+
+    def _forecast(self) -> str | None:
+        free = [(step, _value(told, "disk/free_bytes")) for step, told in self._history]
+        known = [(step, int(left)) for step, left in free if math.isfinite(left)]
+        return disk(known, *self._disk) if len(known) >= _WINDOW else None
 
     def _unscored(self, told: Told) -> str | None:
         episodes, lost = _value(told, "rollout/episodes", 0.0), _value(told, "rollout/unscored", 0.0)

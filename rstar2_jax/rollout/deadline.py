@@ -1,4 +1,4 @@
-"""A wait with a limit, and the error that names what did not come.
+"""Waits: with a limit, and the error that names what did not come; for many things, of which none is left behind.
 
 Deliberately not here: the limits themselves (settings.Rollout), and what follows from the error (agent.py).
 """
@@ -6,7 +6,7 @@ Deliberately not here: the limits themselves (settings.Rollout), and what follow
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -28,3 +28,14 @@ async def within(begin: Callable[[], Awaitable[_T]], limit_s: float, waiting_for
         if not timeout.expired():
             raise
         raise DeadlineError(f"waited {limit_s:g} s for {waiting_for}") from error
+
+
+async def together(work: Sequence[Awaitable[_T]]) -> list[_T]:
+    """Results in order. On an error or a cancellation every one is cancelled and awaited before it goes on."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -14,18 +14,17 @@ rounds.
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from rstar2_jax import settings
 from rstar2_jax.data import chat as chat_room
 from rstar2_jax.reward import outcome, quality
-from rstar2_jax.rollout import agent, pool
+from rstar2_jax.rollout import agent, deadline, pool
 from rstar2_jax.tools import protocol
 from rstar2_jax.types import Group, Prompt, Trajectory
 
@@ -190,7 +189,7 @@ async def sample_group(
         texts = [decode(turn.sampled_ids.tolist()) for turn in graded.turns]
         return graded, quality.assess(graded, texts), faults
 
-    parts = await _together([one(first_index + i) for i in range(sampler.rollout.oversample)])
+    parts = await deadline.together([one(first_index + i) for i in range(sampler.rollout.oversample)])
     group = Group(
         prompt=prompt,
         trajectories=tuple(trajectory for trajectory, _, _ in parts),
@@ -210,7 +209,7 @@ async def _sample_groups(
     for prompt in prompts:
         starts.append(seen[prompt.id])
         seen[prompt.id] += size
-    return await _together(
+    return await deadline.together(
         [
             sample_group(sampler, prompt, step=step, first_index=start, on_done=progress.finish_one)
             for prompt, start in zip(prompts, starts, strict=True)
@@ -239,14 +238,3 @@ def _round_size(missing: int, live: int, sampled: int, most: int) -> int:
     if sampled == 0:
         return missing
     return min(most, max(missing, math.ceil(missing * sampled / live) if live else most))
-
-
-async def _together(coroutines: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Results in order. On an error or a cancellation every task is cancelled and awaited before it goes on."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

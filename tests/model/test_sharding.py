@@ -55,13 +55,6 @@ def test_a_mesh_of_more_devices_than_there_are_is_an_error_with_both_numbers():
         sharding.make_mesh((10, 10, 10))
 
 
-def test_rows_that_cannot_be_split_are_an_error_with_both_numbers():
-    mesh = sharding.make_mesh((2, 2, 2))
-    sharding.check_rows(8, mesh)
-    with pytest.raises(ValueError, match="6 rows cannot be split over 4 devices"):
-        sharding.check_rows(6, mesh)
-
-
 def test_eight_devices_give_the_loss_and_gradients_of_one():
     settings = small("qwen2", layers=1)
     model = decoder.Decoder(settings)

@@ -86,3 +86,11 @@ def test_the_disk_is_forecast_from_what_the_saves_so_far_took():
     assert guards.disk([(10, 50 * gib), (20, 46 * gib)], gib, 100) is None  # 14 GiB left
     assert "at step 120" in guards.disk([(10, 50 * gib), (20, 46 * gib)], 4 * gib, 120)
     assert "no room for 2 checkpoints of 2.0 GiB" in guards.disk([(10, 3 * gib)], 2 * gib, 100)
+
+
+def test_a_disk_that_fills_is_said_once_while_the_run_goes_on():
+    gib = 2**30
+    watch = guards.Guards(checkpoint_bytes=gib, last_step=100)
+    said = [watch.add(step, {"disk/free_bytes": (50.0 - step) * gib}) for step in range(8)]
+    assert [len([line for line in lines if line.startswith("disk:")]) for lines, _ in said] == [0] * 4 + [1] + [0] * 3
+    assert said[-1][1]["guard/disk"] == 1.0
