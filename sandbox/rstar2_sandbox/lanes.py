@@ -6,9 +6,10 @@ Deliberately not here: what becomes of a call (worker).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from rstar2_sandbox import keys, protocol
@@ -20,6 +21,7 @@ from rstar2_sandbox.slot import Slot
 
 BLOCK_MS = 1000
 RUNS_S = 1.0
+NEWCOMERS_S = 0.02
 READ = ">"
 _FORGOTTEN = ("NOGROUP", "UNBLOCKED")  # what Redis answers when a run's stream was removed: no fault
 
@@ -65,6 +67,14 @@ class Lane:
         if self._limit is not None:
             return max(0, self._limit() - len(self.backlog) - self.busy)
         return self.appetite.entries(self.busy + len(self.backlog))
+
+    def newcomers(self, streams: Iterable[str]) -> list[str]:
+        """Of the runs' streams, those of runs that nothing waits of here: a full lane takes an entry of each, so that
+        the turns between runs (see FairQueue) reach the ones that were not there when it filled up."""
+        if self.stream or self._limit is not None:
+            return []
+        here = {keys.stream(self.name, run) for run in self.backlog.runs()}
+        return [stream for stream in streams if stream not in here]
 
     def signal(self) -> None:
         """Wake or hold runners and reader, as the backlog says."""
@@ -120,12 +130,13 @@ class Readers:
         if reader is not None:
             reader.stale = True
             reader.news.set()
+            reader.lane.room.set()
             if reader.client_id:
                 await server.client_unblock(reader.client_id)
 
     async def _run(self, reader: _Reader) -> None:
         while True:
-            await reader.lane.room.wait()
+            await self._wait_for_room(reader)
             try:
                 if reader.stale or time.monotonic() - reader.looked_at > RUNS_S:
                     await self._look(reader)
@@ -140,6 +151,12 @@ class Readers:
                     reader.client_id = 0
                     logger.warning("the %s lane waits for Redis: %s", reader.lane.name, error)
                     await asyncio.sleep(0.1)
+
+    async def _wait_for_room(self, reader: _Reader) -> None:
+        """Until the lane has room; where several runs use it, until it is time to look for newcomers among them."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(NEWCOMERS_S if len(reader.positions) > 1 else None):
+                await reader.lane.room.wait()
 
     async def _wait(self, reader: _Reader) -> None:
         reader.news.clear()
@@ -174,9 +191,14 @@ class Readers:
 
     async def _read(self, reader: _Reader) -> None:
         """Take entries: first, after a fault, what was handed to this node and perhaps never reached it."""
-        lane, positions = reader.lane, reader.positions
-        count = max(1, lane.wanted // len(positions))
-        found = await reader.server.xreadgroup(keys.GROUP, self._name, dict(positions), count=count, block=BLOCK_MS)
+        lane = reader.lane
+        positions, count, block = dict(reader.positions), lane.wanted // len(reader.positions), BLOCK_MS
+        if lane.wanted <= 0:
+            lane.signal()
+            positions, block = {stream: positions[stream] for stream in lane.newcomers(positions)}, None
+            if not positions:
+                return
+        found = await reader.server.xreadgroup(keys.GROUP, self._name, positions, count=max(1, count), block=block)
         fresh = {stream.decode(): entries for stream, entries in found or []}
         taken = []
         for stream, entries in fresh.items():
@@ -188,7 +210,7 @@ class Readers:
         for stream, position in positions.items():
             if position != READ:
                 entries = fresh.get(stream)
-                positions[stream] = entries[-1][0].decode() if entries else READ
+                reader.positions[stream] = entries[-1][0].decode() if entries else READ
 
     def _open(
         self, lane: Lane, stream: str, entry: str, fields: dict[bytes, bytes] | None
