@@ -2,7 +2,8 @@
 VENV ?= .venv
 PY = $(VENV)/bin/python
 JOBS ?= 2               # test files at once
-TESTS = $(PY) -m pytest -n $(strip $(JOBS)) --dist loadfile
+# Files in their order: tests/e2e, whose files take minutes, come early, so that none of them is the last.
+TESTS = $(PY) -m pytest -n $(strip $(JOBS)) --dist loadfile --no-loadscope-reorder
 .PHONY: help setup box study box-real test unit test-long torch test-octave sglang-env test-sglang harness-env test-harness lint fuzz drills clean peers bench-step drill-resume
 
 help:            ## this list

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -16,8 +15,14 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Engines are built anew and runs are started again all over the suite: each of its processes keeps what it compiled, in
 # a folder of its own, since entries are not written atomically.
-_CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "rstar2_jax" / "xla-tests"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE / os.environ.get("PYTEST_XDIST_WORKER", "main")))
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
+        "rstar2_jax/xla-tests",
+        os.environ.get("PYTEST_XDIST_WORKER", "main"),
+    ),
+)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
