@@ -25,6 +25,7 @@ from rstar2_jax.report import intervals
 from rstar2_jax.types import CallStatus, Group, Trajectory, Verdict
 
 _NOT_VALID = (CallStatus.PARSE_ERROR, CallStatus.UNKNOWN_TOOL)
+_RIGHT = object()  # the vote of every correct answer
 
 
 def pass_at(n: int, correct: int, k: int) -> float:
@@ -44,16 +45,21 @@ def majority(answers: Sequence[tuple[str | None, bool]]) -> float:
     Args:
         answers: (answer or None, correct) of each scored sample, at least one. None is never voted for.
 
+    Answers that the grader found correct equal the gold answer, and so each other, however they are written; others are
+    told apart by their text (integers by value).
+
     >>> majority([("3", True), ("3", True), ("4", False)]), majority([("3", True), ("4", False)])
     (1.0, 0.5)
+    >>> majority([(r"\\frac{1}{2}", True), ("0.5", True), ("1/2", True), ("2", False), ("2", False)])
+    1.0
     """
-    votes = collections.Counter(_canonical(answer) for answer, _ in answers if answer is not None)
+    given = [(answer, correct) for answer, correct in answers if answer is not None]
+    votes = collections.Counter(_RIGHT if correct else _canonical(answer) for answer, correct in given)
     if not votes:
         return 0.0
-    right = {_canonical(answer) for answer, correct in answers if correct and answer is not None}
     most = max(votes.values())
     first = [answer for answer, count in votes.items() if count == most]
-    return sum(answer in right for answer in first) / len(first)
+    return float(_RIGHT in first) / len(first)
 
 
 def _canonical(answer: str) -> str:

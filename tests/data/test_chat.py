@@ -7,8 +7,8 @@ import json
 import pytest
 
 from rstar2_jax import settings
+from rstar2_jax.data import catalog, files
 from rstar2_jax.data import chat as chats
-from rstar2_jax.data import files
 from rstar2_jax.data import tokenizer as tokenizers
 
 BOX = tokenizers.Tokenizer.box()
@@ -93,6 +93,12 @@ def test_the_full_template_states_the_protocol_and_the_tools():
     for tag in ("<reason>", "<answer>", "<tool_call>", "\\boxed{}"):
         assert tag in text
     assert text.endswith("What is 1+1?<|im_end|>\n<|im_start|>assistant\n<reason>")
+
+
+def test_what_is_asked_for_fits_sets_whose_answers_are_no_integers():
+    assert not all(known.integers_only for known in catalog.PUBLISHED.values())
+    _, instruction = chats.wording(files.read_template("rstar2"))
+    assert "one exact value" in instruction and "must be one integer" not in instruction
 
 
 def test_the_small_template_holds_the_question_alone():
