@@ -123,7 +123,7 @@ async def _curate(
             rows = _once(source.solved(run.seed, 0, total))
             fit, left_out = clean(rows, how, task)
             screen.note(f"{len(fit)} of {len(rows)} problems are asked; {left_out or 'nothing'} left out")
-            judged = _judged(workdir / JUDGED_FILE, _identity(run, task, how))
+            judged = _judged(workdir / JUDGED_FILE, _identity(run, task, rollout, how))
             with watch.phase("rollout"):
                 await _ask(room, [row for row in fit if row.prompt.id not in judged], judged, workdir, screen)
             watch.save()
@@ -158,7 +158,9 @@ def _count(group: Group) -> dict[str, Any]:
     }
 
 
-def _identity(run: settings.Run, task: settings.Task, how: settings.Curation) -> dict[str, Any]:
+def _identity(
+    run: settings.Run, task: settings.Task, rollout: settings.Rollout, how: settings.Curation
+) -> dict[str, Any]:
     """What answers in judged.jsonl depend on."""
     return {
         "init_from": run.init_from,
@@ -166,7 +168,11 @@ def _identity(run: settings.Run, task: settings.Task, how: settings.Curation) ->
         "source": task.source,
         "path": task.path,
         "difficulty": task.difficulty,
+        "tools": list(task.tools),
         "samples": how.samples,
+        "temperature": rollout.temperature,
+        "max_response_tokens": rollout.max_response_tokens,
+        "max_turns": rollout.max_turns,
     }
 
 

@@ -47,7 +47,7 @@ def evaluate(
         raise ValueError("Run.init_from is empty: name the run or the Hugging Face folder to evaluate")
     done = Path(run.workdir) / evaluation.EVALUATION_FILE
     if done.exists():
-        _check_same(done, _asked(run, rollout, samples))
+        _check_same(done, _asked(run, task, rollout, samples))
         print(f"{done} is there already; delete it to evaluate again")
         return 0
     return asyncio.run(_evaluate(run, model, task, rollout, sandbox, samples))
@@ -97,23 +97,34 @@ async def _evaluate(
                 screen.note(_line(entries[-1]))
         _refuse_faulty(entries)
         watch.save()
-        content = {**_asked(run, rollout, samples), "seed": run.seed, "grader_rules": room.tier.rules, "sets": entries}
+        content = {**_asked(run, task, rollout, samples), "grader_rules": room.tier.rules, "sets": entries}
         part = workdir / (evaluation.EVALUATION_FILE + ".tmp")
         part.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(part, workdir / evaluation.EVALUATION_FILE)
     return 0
 
 
-def _asked(run: settings.Run, rollout: settings.Rollout, samples: int) -> dict[str, Any]:
-    return {"temperature": rollout.temperature, "samples_per_problem": samples, "init_from": run.init_from}
+def _asked(run: settings.Run, task: settings.Task, rollout: settings.Rollout, samples: int) -> dict[str, Any]:
+    """What was asked of whom and how: two evaluations that differ in any of it are two evaluations."""
+    return {
+        "source": task.source,
+        "path": task.path,
+        "problems_per_set": rollout.prompts_per_step,
+        "samples_per_problem": samples,
+        "temperature": rollout.temperature,
+        "max_response_tokens": rollout.max_response_tokens,
+        "max_turns": rollout.max_turns,
+        "init_from": run.init_from,
+        "seed": run.seed,
+    }
 
 
 def _check_same(done: Path, asked: dict[str, Any]) -> None:
     before = json.loads(done.read_text())
     for name, value in asked.items():
-        if before.get(name) != value:
+        if before.get(name, value) != value:  # an older file says less
             raise ValueError(
-                f"{done} was made with {name} = {before.get(name)!r}, this run has {value!r}: give another "
+                f"{done} was made with {name} = {before[name]!r}, this run has {value!r}: give another "
                 "--workdir, or delete the file"
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -10,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rstar2_jax import evaluate
+from rstar2_jax import settings as project
 from rstar2_jax.report import evaluation
 from rstar2_jax.types import CallStatus, FinishReason, StopReason, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
@@ -138,3 +141,30 @@ def test_an_evaluation_file_is_read_and_checked(tmp_path):
             evaluation.read_evaluation(tmp_path)
     with pytest.raises(FileNotFoundError):
         evaluation.read_evaluation(tmp_path / "nowhere")
+
+
+def test_an_evaluation_of_other_problems_or_another_seed_is_never_taken_for_the_one_that_is_there(tmp_path, capsys):
+    tiny = project.Model(
+        family="qwen3", vocab_size=320, d_model=8, d_mlp=8, layers=1, heads=1, kv_heads=1, head_dim=8, max_positions=64
+    )
+    given = {
+        "run": project.Run(workdir=str(tmp_path), steps=0, init_from="runs/stage3"),
+        "model": tiny,
+        "task": project.Task(source="aime24", tokenizer="box"),
+        "rollout": project.Rollout(
+            prompts_per_step=30, group_size=1, oversample=1, max_prompt_tokens=9, max_response_tokens=9, max_turns=1
+        ),
+        "sandbox": project.Sandbox(),
+        "samples": 16,
+    }
+    asked = {"source": "aime24", "samples_per_problem": 16, "init_from": "runs/stage3", "seed": 0, "sets": []}
+    (tmp_path / "evaluation.json").write_text(json.dumps(asked))
+    assert evaluate.evaluate(**given) == 0 and "is there already" in capsys.readouterr().out
+    others = {
+        "source = 'aime24', this run has 'aime25'": {"task": project.Task(source="aime25", tokenizer="box")},
+        "samples_per_problem = 16, this run has 4": {"samples": 4},
+        "seed = 0, this run has 3": {"run": dataclasses.replace(given["run"], seed=3)},
+    }
+    for said, changed in others.items():
+        with pytest.raises(ValueError, match=f"was made with {said}: give another --workdir, or delete the file"):
+            evaluate.evaluate(**{**given, **changed})
