@@ -4,6 +4,7 @@
 # on where it was stopped, in the middle of a stage as well.
 #   launch/recipe.sh MODEL SCALE [FLAGS...]
 # MODEL  a file of gin/model without .gin: qwen3_14b, qwen2_5_32b, ... ; SCALE likewise of gin/scale: mi300x_8, ...
+#        (small models, on one GPU: qwen3_0_6b, qwen3_1_7b or qwen3_4b with mi300x_1)
 # FLAGS  are given to every part, such as --dry_run, which says of each part what would run and starts nothing.
 # Environment: VENV (default .venv), RUNS (default runs/MODEL), SEED (default 0), REDIS (address of the tool cluster's Redis,
 # which mi300x_64 asks for).

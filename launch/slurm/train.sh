@@ -5,8 +5,9 @@
 #   sbatch --nodes=8 launch/slurm/train.sh stage1.gin --gin_bindings='Run.init_from="runs/sft"'
 # Environment: VENV (a virtual environment with rstar2-jax[rocm] and rstar2-sandbox), SGLANG_PYTHON (the Python of AMD's
 # SGLang image with our wheel installed by `pip install --no-deps`), MODEL_FOLDER (config.json and tokenizer of the model),
-# TENSOR_PARALLEL (GPUs of one server, default 1), SANDBOX_URL (a sandbox cluster that runs already; none is started then),
-# RUN_DIR (logs). Stopping with SIGTERM leaves a checkpoint; the same command goes on from it.
+# SCALE (of gin/scale, default mi300x_64; mi300x_8 for one node), TENSOR_PARALLEL (GPUs of one server, default 1),
+# SANDBOX_URL (a sandbox cluster that runs already; none is started then), RUN_DIR (logs). Stopping with SIGTERM leaves a
+# checkpoint; the same command goes on from it.
 #SBATCH --job-name=rstar2-train
 #SBATCH --exclusive
 #SBATCH --ntasks-per-node=1
@@ -20,6 +21,7 @@ shift
 VENV=${VENV:?set VENV to a virtual environment that holds rstar2-jax and rstar2-sandbox}
 SGLANG_PYTHON=${SGLANG_PYTHON:?set SGLANG_PYTHON to the Python that has sglang}
 MODEL_FOLDER=${MODEL_FOLDER:?set MODEL_FOLDER to a folder with config.json and tokenizer.json}
+SCALE=${SCALE:-mi300x_64}
 TENSOR_PARALLEL=${TENSOR_PARALLEL:-1}
 RUN_DIR=${RUN_DIR:-$PWD/runs/slurm-$SLURM_JOB_ID}
 FIRST_PORT=30000
@@ -72,7 +74,7 @@ done
 export JAX_COORDINATOR_ADDRESS=$head:8476 JAX_NUM_PROCESSES=$SLURM_NNODES XLA_PYTHON_CLIENT_MEM_FRACTION=$SHARE
 srun --overlap --export=ALL --output="$RUN_DIR/trainer-%N.log" bash -c "
     export JAX_PROCESS_ID=\$SLURM_NODEID
-    exec $VENV/bin/python -m rstar2_jax.launch --gin_file=$STAGE --gin_file=scale/mi300x_64.gin \
+    exec $VENV/bin/python -m rstar2_jax.launch --gin_file=$STAGE --gin_file=scale/$SCALE.gin \
         --gin_bindings=\"Fleet.engines=($engines)\" --gin_bindings=\"Fleet.tensor_parallel=$TENSOR_PARALLEL\" \
         --gin_bindings=\"Sandbox.redis_url='$SANDBOX_URL'\" --gin_bindings=\"MODEL_FOLDER='$MODEL_FOLDER'\" ${*@Q}" &
 trainer=$!

@@ -124,6 +124,8 @@ def rollout_lines(model: settings.Model, rollout: settings.Rollout, learner: set
     room = int(ENGINE_SHARE * device.memory_bytes * tensor - weights)
     if room <= 0:
         return [*page, f"  weights of {_size(weights)} do not fit on {tensor} devices: raise tensor in Learner.mesh"]
+    if not (rollout.fleet.engines or rollout.fleet.replicas):
+        page += _embedded(weights, each * longest, rollout.engine_slots, learner)
     capacity = room // each
     episodes = rollout.prompts_per_step * rollout.oversample
     together = min(episodes / replicas, capacity / longest)
@@ -134,6 +136,19 @@ def rollout_lines(model: settings.Model, rollout: settings.Rollout, learner: set
         f"  engines alone on {replicas} x {tensor} devices: {capacity:,} tokens of KV each, {capacity // longest:,} "
         f"episodes of full length at once; decoding a step of {episodes:,} such episodes takes {seconds:,.0f} s at "
         f"{device.memory_bytes_per_s / 1e12:.1f} TB/s",
+    ]
+
+
+def _embedded(weights: int, slot: int, slots: int, learner: settings.Learner) -> list[str]:
+    """A warning where the engine inside the trainer, which lies on one device, is too large for it."""
+    state = 8 * weights / (learner.mesh[1] * learner.mesh[2])  # float32 parameters, gradients and two moments
+    free = ENGINE_SHARE * learner.device.memory_bytes - weights - state
+    if slots * slot <= free:
+        return []
+    return [
+        f"  does not fit: the engine inside the trainer lies on one device, where {_size(max(free, 0))} are left for "
+        f"{_size(slots * slot)} of KV: lower Rollout.engine_slots to {max(0, int(free // slot))}, or name servers in "
+        "Fleet.engines"
     ]
 
 

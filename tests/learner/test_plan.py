@@ -103,6 +103,22 @@ def test_without_a_known_device_there_is_no_verdict():
     assert forecast.verdict(BASE, learner(device=hardware.Device())) == ""
 
 
+def test_an_engine_inside_the_trainer_that_does_not_fit_on_its_device_is_said_with_the_remedy():
+    for name, fits in (("qwen3_0_6b", True), ("qwen3_4b", True), ("qwen2_5_32b", False)):
+        model, how, rollout = configured("stage3.gin", "scale/mi300x_1.gin", f"model/{name}.gin")
+        said = "\n".join(forecast.rollout_lines(model, rollout, how))
+        assert ("does not fit" in said) == (not fits), said
+        assert fits or "or name servers in Fleet.engines" in said
+    model, how, rollout = configured("stage3.gin", "scale/mi300x_1.gin", "model/qwen3_4b.gin")
+    said = "\n".join(forecast.rollout_lines(model, dataclasses.replace(rollout, engine_slots=500), how))
+    room = int(re.search(r"lower Rollout.engine_slots to (\d+), or", said)[1])
+    for slots, fits in ((room, True), (room + 1, False)):
+        page = forecast.rollout_lines(model, dataclasses.replace(rollout, engine_slots=slots), how)
+        assert any("does not fit" in line for line in page) == (not fits)
+    model, how, rollout = configured("stage3.gin", "scale/mi300x_8.gin")
+    assert rollout.fleet.engines and "does not fit" not in "\n".join(forecast.rollout_lines(model, rollout, how))
+
+
 def test_work_without_recomputation_is_about_six_operations_a_parameter_and_token():
     model, how, _ = configured("stage1.gin", "scale/mi300x_64.gin")
     how = dataclasses.replace(how, remat="none", row_tokens=4096)
