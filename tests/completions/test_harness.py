@@ -7,15 +7,21 @@ its answers are right and some are wrong.
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
+import http.server
 import json
 import os
 import pathlib
 import subprocess
+import threading
+import urllib.request
 
 import pytest
 
 from rstar2_jax import settings
 from rstar2_jax.data import prompts
+from rstar2_jax.io import trajectories
 from rstar2_jax.reward import outcome
 from rstar2_jax.types import Verdict
 from rstar2_sandbox import client as sandbox_client
@@ -72,7 +78,7 @@ def environment_of_harnesses():
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory):
-    """(url, name) of a model that has just learned a part of one family."""
+    """(url, name, folder) of a model that has just learned a part of one family."""
     root = tmp_path_factory.mktemp("harness")
     overlays, processes.OVERLAYS = processes.OVERLAYS, ["scale/box.gin", "model/box.gin"]
     try:
@@ -81,7 +87,7 @@ def endpoint(tmp_path_factory):
         done = subprocess.run(said, env=processes.environment(), capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout + done.stderr
         with processes.running(root / "sft", root / "endpoint", *LONG) as (url, _):
-            yield url, "sft"
+            yield url, "sft", root / "sft"
     finally:
         processes.OVERLAYS = overlays
 
@@ -96,7 +102,7 @@ def harness(*command, timeout=600):
 
 def sgl_eval(endpoint, out, *flags):
     """(metrics, one record a sample) of a run of sgl-eval on AIME 2025 or on a file in its place."""
-    url, name = endpoint
+    url, name, _ = endpoint
     harness(
         str(BIN / "sgl-eval"), "run", "aime25", "--base-url", f"{url}/v1", "--model", name, "--out-dir", str(out),
         "--temperature", "1.0", "--top-p", "1.0", *flags,
@@ -104,6 +110,53 @@ def sgl_eval(endpoint, out, *flags):
     (folder,) = out.glob("sgl_eval_aime25_*")
     lines = [line for path in sorted(folder.glob("output-rs*.jsonl")) for line in path.read_text().splitlines()]
     return json.loads((folder / "metrics.json").read_text()), [json.loads(line) for line in lines]
+
+
+def ask_bare(tmp_path, problems):
+    """Flags by which sgl-eval asks these problems as they are."""
+    rows = [{"id": p.id, "problem": p.question, "expected_answer": p.answer} for p in problems]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "bare.yaml").write_text('user: "{problem}"\n')
+    return ["--from-dataset", str(tmp_path / "problems.jsonl"), "--prompt", str(tmp_path / "bare.yaml")]
+
+
+@contextlib.contextmanager
+def by_seeds(url, seeds):
+    """The url of a way to the endpoint on which the requests about a question take its listed seeds, one each."""
+
+    class Forward(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert body.get("seed") is None and body.get("n", 1) == 1
+            body["seed"] = seeds[body["messages"][-1]["content"]].pop()
+            self.tell(json.dumps(body).encode())
+
+        def do_GET(self):
+            self.tell(None)
+
+        def tell(self, data):
+            asked = urllib.request.Request(url + self.path, data=data, headers={"Content-Type": "application/json"})
+            with urllib.request.urlopen(asked, timeout=300) as reply:
+                text = reply.read()
+                self.send_response(reply.status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Forward) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_openai_s_client_gets_answers_streams_and_typed_errors(endpoint, tmp_path):
@@ -132,13 +185,9 @@ def test_sgl_eval_runs_aime25(endpoint, tmp_path):
 def test_sgl_eval_finds_the_pass_at_1_that_our_grader_finds_on_the_same_samples(endpoint, sandbox, tmp_path):
     task = settings.Task(source="box", tokenizer="box", template="box", families=FAMILIES)
     problems = list({p.question: p for p in prompts.eval_prompts(task, PROBLEMS, 0)}.values())
-    rows = [{"id": p.id, "problem": p.question, "expected_answer": p.answer} for p in problems]
-    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "bare.yaml").write_text('user: "{problem}"\n')
     metrics, samples = sgl_eval(
-        endpoint, tmp_path / "out", "--from-dataset", str(tmp_path / "problems.jsonl"), "--prompt",
-        str(tmp_path / "bare.yaml"), "--n-repeats", str(REPEATS),
-    )  # fmt: skip
+        endpoint, tmp_path / "out", *ask_bare(tmp_path, problems), "--n-repeats", str(REPEATS)
+    )
     assert len(samples) == REPEATS * len(problems)
 
     async def grades():
@@ -154,3 +203,28 @@ def test_sgl_eval_finds_the_pass_at_1_that_our_grader_finds_on_the_same_samples(
     assert differing == []
     assert metrics["aggregate"]["pass@1"] == pytest.approx(sum(ours) / len(ours))
     assert 0 < sum(ours) < len(ours)
+
+
+def test_sgl_eval_reports_the_pass_at_1_of_evaluate_on_the_very_samples_of_that_evaluation(endpoint, tmp_path):
+    url, name, folder = endpoint
+    asked = [f"settings.Task.families={FAMILIES}", f"PROMPTS={PROBLEMS}", f"SAMPLES={REPEATS}", *LONG]
+    said = processes.command("eval.gin", folder, tmp_path / "eval", *asked)
+    done = subprocess.run(said, env=processes.environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    evaluated = json.loads((tmp_path / "eval" / "evaluation.json").read_text())["sets"]
+    (number,) = [n for n, entry in enumerate(evaluated) if entry["set"] in FAMILIES]
+    records = trajectories.read_step(tmp_path / "eval", number)
+    seeds = collections.defaultdict(list)
+    for record in records:
+        seeds[record.prompt.question].append(record.trajectory.seed)
+    problems = {record.prompt.question: record.prompt for record in records}.values()
+    with by_seeds(url, seeds) as way:
+        metrics, samples = sgl_eval(
+            (way, name, folder), tmp_path / "out", *ask_bare(tmp_path, problems), "--n-repeats", str(REPEATS)
+        )
+    assert not any(seeds.values()) and len(samples) == len(records) == evaluated[number]["n"]
+    assert metrics["aggregate"]["pass@1"] == pytest.approx(evaluated[number]["pass_at"]["1"])
+    assert sorted(s["num_generated_tokens"] for s in samples) == sorted(
+        r.trajectory.num_sampled_tokens for r in records
+    )
+    assert 0 < metrics["aggregate"]["pass@1"] < 1
