@@ -4,7 +4,7 @@ PY = $(VENV)/bin/python
 JOBS ?= 2               # test files at once
 # Files in their order: tests/e2e, whose files take minutes, come early, so that none of them is the last.
 TESTS = $(PY) -m pytest -n $(strip $(JOBS)) --dist loadfile --no-loadscope-reorder
-.PHONY: help setup box study box-real test unit test-long torch test-octave sglang-env test-sglang harness-env test-harness lint fuzz drills clean peers bench-step drill-resume
+.PHONY: help setup box study study-hard sweep-failed box-real test unit test-long torch test-octave sglang-env test-sglang harness-env test-harness lint fuzz drills clean peers bench-step drill-resume
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -17,6 +17,14 @@ box: setup       ## the whole job on two cores: SFT, three RL stages, evaluation
 
 study: setup     ## what RoC does, beside five other arms: 5 seeds, figure and table with intervals
 	VENV=$(VENV) launch/study.sh
+
+study-hard: setup  ## the same on a harder task, with a model of two million parameters
+	VENV=$(VENV) TASK=study_hard MODEL=box_2m launch/study.sh runs/study_hard
+
+# A budget that cuts off some rollouts: without any there is nothing to filter.
+sweep-failed: setup  ## the two attempts that the paper found to fail, beside RoC: overlong filtering, n-gram scoring
+	VENV=$(VENV) ARMS="plain overlong_filtering ngram_repetition" BASELINE=plain SEEDS="0 1" STEPS=60 PROBLEMS=128 \
+		FLAGS="--gin_bindings=Rollout.max_response_tokens=68" launch/study.sh runs/sweep_failed
 
 # Its environment is its own, on Python 3.11 where there is one: torch's CPU build, for the check of the export, is for 3.11.
 box-real:        ## the same job on real weights and real problems

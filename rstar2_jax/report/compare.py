@@ -33,11 +33,14 @@ MEASURES = {
     "sampled tokens per trajectory": "rollout/sampled_tokens_mean",
     "accuracy": "rollout/reward_mean",
     "live groups": "rollout/live_groups_frac",
+    "cut off by a limit": "rollout/cut_off_frac",
+    "calls that repeat one": "rollout/repeat_call_frac",
 }
-"""What is compared: label to metric."""
+"""What is compared: label to metric. The share that a limit cut off is made of the counts of how episodes ended."""
 
 EVALUATED = {"evaluation: accuracy": "accuracy", "evaluation: call errors": "call_error_rate_correct"}
 _EVALUATION = "evaluation"
+_CUT_OFF = ("rollout/stop_length", "rollout/stop_budget", "rollout/stop_turns")
 _COLORS = ("#1f6feb", "#d1570a", "#8250df", "#1a7f37", "#bf3989", "#6e7781", "#9a6700", "#0550ae")
 
 
@@ -63,7 +66,7 @@ def find(out: Path, from_step: int) -> list[Run]:
         folder = path.parent
         match = re.fullmatch(r"seed(\d+)", folder.name)
         arm = (folder.parent if match else folder).relative_to(out).as_posix()
-        columns = metrics.read_metrics(folder)
+        columns = _with_cut_off(metrics.read_metrics(folder))
         if MEASURES["accuracy"] in columns and len(columns["step"]):
             seed = int(match[1]) if match else 0
             values = _values(folder, columns, from_step)
@@ -71,6 +74,15 @@ def find(out: Path, from_step: int) -> list[Run]:
     if not runs:
         raise ValueError(f"{out} holds no run with rollouts: name the folder that launch/sweep.sh wrote into")
     return runs
+
+
+def _with_cut_off(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The columns, and the share of a step's episodes that ended at a limit, where their counts are there."""
+    if not {*_CUT_OFF, "rollout/episodes"} <= set(columns):
+        return dict(columns)
+    ended, episodes = sum(columns[name] for name in _CUT_OFF), columns["rollout/episodes"]
+    share = np.divide(ended, episodes, out=np.full(len(episodes), np.nan), where=episodes > 0)
+    return {**columns, MEASURES["cut off by a limit"]: share}
 
 
 def _values(folder: Path, columns: Mapping[str, np.ndarray], from_step: int) -> dict[str, float]:
@@ -152,9 +164,9 @@ def _cell(entry: Mapping | None) -> str:
 
 def plot(runs: Sequence[Run], out: Path) -> Path:
     """The PNG: a panel a measure, a line an arm (running mean over steps of the mean over seeds) with its interval."""
-    figure = matplotlib.figure.Figure(figsize=(11, 7.5), dpi=130)
+    figure = matplotlib.figure.Figure(figsize=(14, 7.5), dpi=130)
     FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 2)
+    axes = figure.subplots(2, 3)
     arms = list(dict.fromkeys(run.arm for run in runs))
     for axis, (label, name) in zip(axes.ravel(), MEASURES.items(), strict=True):
         for number, arm in enumerate(arms):
@@ -167,8 +179,8 @@ def plot(runs: Sequence[Run], out: Path) -> Path:
         axis.tick_params(labelsize=8, length=0)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
-    axes[1, 0].set_xlabel("RL step", fontsize=9)
-    axes[1, 1].set_xlabel("RL step", fontsize=9)
+    for axis in axes[1]:
+        axis.set_xlabel("RL step", fontsize=9)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     more = axes[0, 1].get_legend_handles_labels()
     every = {**dict(zip(more[1], more[0], strict=True)), **dict(zip(labels, handles, strict=True))}

@@ -25,16 +25,21 @@ def remainder(value: int, modulus: int) -> int:
     return value - value // modulus * modulus
 
 
+def divisors_added(n: int) -> int:
+    return sum({d for k in range(1, int(n**0.5) + 1) if n % k == 0 for d in (k, n // k)})
+
+
 # Each reads the numbers of the question alone and finds the answer another way than the generator does.
 SOLVE = {
     "product_mod": lambda a, b, m: remainder(sum([a] * b), m),
     "gcd": lambda a, b: max(d for d in range(1, min(a, b) + 1) if a % d == b % d == 0),
-    "divisor_sum": lambda n: sum({d for k in range(1, int(n**0.5) + 1) if n % k == 0 for d in (k, n // k)}),
+    "divisor_sum": divisors_added,
     "power_mod": lambda a, b, m: repeated_power(a, b),
     "digit_sum": lambda a, b, m: sum(map(int, str(remainder(sum([a] * b), m)))),
     "lcm": smallest_common_multiple,
     "sum_product_mod": lambda a, b, c, m: remainder(a * c + b * c, m),
     "triple_product_mod": lambda a, b, c, m: remainder(remainder(a * b, m) * c, m),
+    "divisor_sum_mod": lambda a, b, m: divisors_added(remainder(sum([a] * b), m)),
 }
 
 

@@ -21,7 +21,7 @@ NAME = "execute_python_code_with_standard_io"
 def demonstrated_calls() -> list[sft_mix.Call]:
     calls = []
     for stage in (1, 3):
-        families = (*box_problems.TRAINED, "digit_sum")
+        families = (*box_problems.TRAINED, "digit_sum", "divisor_sum_mod")
         task = settings.Task(source="box", tokenizer="box", difficulty=stage, families=families)
         for row in prompts.make_source(task).solved(0, 0, len(families)):
             calls.append(sft_mix.working_call(row))

@@ -52,6 +52,7 @@ def test_a_run_file_alone_parses_strictly_and_gives_a_run_function_all_its_argum
 WITH = {
     "scale/box.gin": ["model/box.gin", "scale/box.gin"],
     "scale/study.gin": ["model/box.gin", "scale/box.gin", "scale/study.gin"],
+    "scale/study_hard.gin": ["model/box_2m.gin", "scale/box.gin", "scale/study.gin", "scale/study_hard.gin"],
     "scale/box_real.gin": ["model/smollm2_135m.gin", "scale/box_real.gin"],
 }
 
@@ -76,7 +77,8 @@ def test_a_run_file_goes_with_every_model(run, model):
 
 @pytest.mark.parametrize("stage, ablation", list(itertools.product(RL, ABLATIONS)))
 def test_a_stage_goes_with_every_ablation_at_both_ends_of_the_scale(stage, ablation):
-    for scale in ("scale/box.gin", "scale/mi300x_8.gin"):
+    own_engines = ablation == "ablation/engine_processes.gin"  # there are none where servers are named
+    for scale in ("scale/box.gin", "scale/mi300x_1.gin" if own_engines else "scale/mi300x_8.gin"):
         plain = resolve(stage, scale)
         changed = resolve(stage, scale, ablation)
         gin_strict.build(changed)
@@ -189,6 +191,17 @@ def test_the_study_s_arms_differ_in_what_they_are_named_after_alone():
         other = arguments_of(*study, f"ablation/{arm}.gin")
         assert {name for name, value in other.items() if value != plain[name]} - {"exam"} == wanted
         assert other["rollout"].group_size == 16 and other["rollout"].oversample == (16 if "no_" in arm else 32)
+
+
+def test_a_harder_study_leaves_room_for_one_failed_call_of_a_larger_model():
+    import jax
+
+    from rstar2_jax.model import decoder
+
+    hard = arguments_of("stage1.gin", *WITH["scale/study_hard.gin"])
+    assert sum(leaf.size for leaf in jax.tree.leaves(decoder.abstract_params(hard["model"]))) == 2_148_288
+    assert hard["rollout"].max_turns == 3 and hard["rollout"].oversample == 32
+    assert hard["task"].difficulty == 3 and "divisor_sum_mod" in hard["task"].families
 
 
 def test_the_difficulty_of_a_generated_source_rises_with_the_stage():

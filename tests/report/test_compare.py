@@ -9,6 +9,8 @@ import pytest
 from rstar2_jax.io import metrics
 from rstar2_jax.report import compare
 
+STOPS = {"answered": 5.0, "length": 0.0, "budget": 1.0, "turns": 1.0, "lost": 1.0}
+
 
 def write_run(folder, errors, steps=6, accuracy=0.5):
     """A run whose call errors are 1 in the first two steps and `errors` afterwards; None is no call at all."""
@@ -22,6 +24,8 @@ def write_run(folder, errors, steps=6, accuracy=0.5):
                     "rollout/sampled_tokens_mean": 20.0 + step,
                     "rollout/reward_mean": accuracy,
                     "rollout/live_groups_frac": 1.0,
+                    "rollout/episodes": 8.0,
+                    **{f"rollout/stop_{name}": count for name, count in STOPS.items()},
                 },
             )
 
@@ -52,7 +56,8 @@ def test_the_command_draws_and_writes_what_it_prints(study, capsys):
     assert compare.main([str(study), "--baseline", "random_half", "--from_step", "2"]) == 0
     printed = capsys.readouterr().out
     assert (study / "comparison.md").read_text() == printed
-    assert "| plain | 3 | 6 | 0.133 [" in printed and "| no_tool | 1 | 4 | - | 22.500 |" in printed
+    assert "| plain | 3 | 6 | 0.133 [" in printed
+    assert "| no_tool | 1 | 4 | - | 22.500 | 0.500 | 1.000 | 0.250 |" in printed  # 2 of 8 were cut off
     assert "Difference from random_half, seed by seed:" in printed and "| plain | -0.200 [-0.448, 0.048]" in printed
     assert json.loads((study / "comparison.json").read_text())["arms"]["plain"]["accuracy"]["seeds"] == [0, 1, 2]
     assert (study / "comparison.png").read_bytes().startswith(b"\x89PNG")
