@@ -81,7 +81,7 @@ class Capture:
 
     def take(self) -> str:
         """Take what is in the pipe now, return the text of all since the last time, and begin anew."""
-        while self.total <= self._hard and self._read():
+        while self._fd >= 0 and self.total <= self._hard and self._read():
             pass
         text = self.text()
         self._head, self._tail, self.total = bytearray(), bytearray(), 0

@@ -17,13 +17,14 @@ from collections.abc import Callable
 
 from rstar2_sandbox import job, keeper
 from rstar2_sandbox.capture import Capture
-from rstar2_sandbox.images import KeeperEnd, SlotError
+from rstar2_sandbox.images import KeeperEnd, KeeperGoneError, SlotError
 from rstar2_sandbox.jail_child import EXIT_MEMORY
 from rstar2_sandbox.protocol import SUPERSEDED, Call, Execution, Limits, Outcome, Status
 from rstar2_sandbox.slot import Slot
 
 IDLE_S = 600.0
 CPU_S = 600  # of one session, all cells together
+MAX_STRAY = 64  # messages of a program on its control socket that are passed over
 ENDED = "the session has ended: the next call starts afresh, and what earlier ones defined is gone\n"
 
 
@@ -57,6 +58,12 @@ class Session:
 
     async def open(self) -> None:
         """Fork the session's process. Raises SlotError."""
+        try:
+            await self._open()
+        except KeeperGoneError:  # it was killed while nobody used it: nothing ran
+            await self._open()
+
+    async def _open(self) -> None:
         loop = asyncio.get_running_loop()
         owner, self._kind = await self.slot.prepare_session()
         self.slot.limit_memory(self._limits.memory_bytes)
@@ -68,12 +75,17 @@ class Session:
         )
         feed = job.Feed(loop, b"")
         self._owner, self._control = owner, ours
-        with theirs:
-            fds = [theirs.fileno(), feed.child_fd, *(output.child_fd for output in self._outputs)]
-            self._number = job.send(owner, keeper.SESSION, self._limits, fds)
+        try:
+            with theirs:
+                fds = [theirs.fileno(), feed.child_fd, *(output.child_fd for output in self._outputs)]
+                self._number = job.send(owner, keeper.SESSION, self._limits, fds)
+        except KeeperGoneError:
+            self._finish(False)
+            raise
+        finally:
+            feed.finish()
         self._ended = owner.answer()
         loop.call_later(0.02, self.slot.count_memory, owner)
-        feed.finish()
         for output in self._outputs:
             output.release()
             output.start()
@@ -113,9 +125,10 @@ class Session:
             os.close(fd)
 
     async def _answer(self, loop: asyncio.AbstractEventLoop, name: bytes) -> int | None:
-        """Exit code of the cell; None when the process no longer answers. Whatever else it may send is passed over."""
+        """Exit code of the cell; None when the process no longer answers, or sends what is no answer without end (this
+        loop does not wait while there is something to read, and the node must not wait for it)."""
         assert self._control is not None
-        while True:
+        for _ in range(MAX_STRAY):
             try:
                 message = await loop.sock_recv(self._control, 256)
             except OSError:
@@ -124,6 +137,7 @@ class Session:
                 return None
             if message[:-1] == name:
                 return message[-1]
+        return None
 
     async def _end_of_process(self, run_s: float) -> Outcome:
         """The process has ended, or is being killed: report what the kernel says."""
@@ -209,9 +223,10 @@ class Sessions:
         """Sessions that may still be opened."""
         return len(self._free)
 
-    def has(self, run: str, name: str) -> bool:
-        """True when the session lives here."""
-        return (run, name) in self._live
+    @property
+    def runs(self) -> set[str]:
+        """Runs that have a session here."""
+        return {run for run, _ in self._live}
 
     async def run(self, call: Call, execution: Execution, node: str) -> Outcome:
         """Run a cell in the session that it names, opened when there is none. Raises SlotError when the fault is ours.

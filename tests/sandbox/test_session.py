@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 
 import pytest
 import redis
@@ -193,3 +194,53 @@ def test_a_cell_for_a_node_that_died_is_a_fault_of_ours(sandbox):
     assert (outcome.status, outcome.detail) == (Status.INFRA, client.NODE_GONE)
     with redis.Redis.from_url(sandbox.redis_url) as server:
         server.delete("rstar2:calls:at:no-such-node:1-0")
+
+
+def test_a_keeper_that_was_killed_between_two_sessions_is_replaced(bench):
+    async def scene():
+        outcomes = []
+        for _ in range(2):
+            opened = session.Session(bench.slot, Limits(wall_s=5))
+            await opened.open()
+            outcomes.append(await opened.run("6 * 7", Limits(wall_s=15)))
+            await opened.close()
+            for owner in bench.slot._keepers.values():
+                owner.kill()
+            await asyncio.sleep(0.05)
+        return outcomes
+
+    before = len(os.listdir("/proc/self/fd"))
+    assert [outcome.stdout for outcome in bench.runner.run(scene())] == ["42\n"] * 2
+    assert bench.run("print('clean')").stdout == "clean\n"
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # the keeper of the other kind, which may be new
+
+
+def test_a_cell_that_floods_its_control_socket_does_not_hold_up_the_node(bench):
+    async def scene():
+        opened = session.Session(bench.slot, Limits(wall_s=5))
+        await opened.open()
+        flood = "import os\nfor _ in range(6): os.fork()\nwhile True: os.write(3, b'no answer')"
+        cell = asyncio.create_task(opened.run(flood, Limits(wall_s=1.5)))
+        longest, last = 0.0, time.monotonic()
+        while not cell.done():
+            await asyncio.sleep(0.01)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        await opened.close()
+        return longest, await cell
+
+    longest, outcome = bench.runner.run(scene())
+    assert outcome.status is Status.KILLED and session.ENDED in outcome.stderr
+    assert longest < 1.0
+
+
+def test_a_session_that_is_ended_in_the_middle_of_a_cell_is_no_fault_of_ours(bench):
+    async def scene():
+        opened = session.Session(bench.slot, Limits(wall_s=5))
+        await opened.open()
+        cell = asyncio.create_task(opened.run("import time\ntime.sleep(4)", Limits(wall_s=5)))
+        await asyncio.sleep(0.2)
+        await opened.close()
+        return await cell
+
+    outcome = bench.runner.run(scene())
+    assert outcome.status is Status.KILLED and session.ENDED in outcome.stderr
