@@ -16,10 +16,14 @@ from rstar2_sandbox.connection import LOST
 
 GATHER_S = 0.015
 FEW = 16
+# Characters of one write: Redis refuses requests and messages of hundreds of megabytes.
+WRITE_CHARS = 16 * 2**20
 
 # ARGV: group, number of results, then for each: result key, seconds it is kept, payload, number of channels, channels;
 # then pairs of stream and entry id to acknowledge. A channel hears all its results in one message, as a JSON list.
-_FINISH = """
+_FINISH = (
+    keys.GO_ON
+    + """
 local at, heard, order = 3, {}, {}
 for _ = 1, tonumber(ARGV[2]) do
   local payload, channels = ARGV[at + 2], tonumber(ARGV[at + 3])
@@ -40,6 +44,7 @@ while at < #ARGV do
 end
 for _, channel in ipairs(order) do redis.call('PUBLISH', channel, '[' .. table.concat(heard[channel], ',') .. ']') end
 """
+)
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +124,12 @@ class Answers:
         """Write what is there now, as often as it takes."""
         results, acks = self._results, self._acks
         self._results, self._acks = [], []
+        *before, last = _pieces(results)
+        for part in before:
+            await self._write(part, [])
+        await self._write(last, acks)
+
+    async def _write(self, results: list[list[str | int]], acks: list[str]) -> None:
         delay_s = 0.02
         while results or acks:
             try:
@@ -132,3 +143,16 @@ class Answers:
                 logger.warning("%d results wait for Redis: %s", len(results), error)
                 await asyncio.sleep(delay_s)
                 delay_s = min(1.0, 2 * delay_s)
+
+
+def _pieces(results: list[list[str | int]]) -> list[list[list[str | int]]]:
+    """The results in their order, in parts of bounded size; the last one may be empty."""
+    parts: list[list[list[str | int]]] = [[]]
+    chars = 0
+    for result in results:
+        parts[-1].append(result)
+        chars += len(str(result[2]))
+        if chars >= WRITE_CHARS:
+            parts.append([])
+            chars = 0
+    return parts

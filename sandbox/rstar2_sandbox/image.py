@@ -220,8 +220,5 @@ if __name__ == "__main__":
     import rstar2_sandbox.linux
     import rstar2_sandbox.session_child  # noqa: F401
 
-    if sys.argv[2] == "sql":
-        pass
-
     del sys.path[0]
     main(int(sys.argv[1]), sys.argv[2], compiled=sys.argv[3] == "compiled")

@@ -8,6 +8,9 @@ EXECUTE = "execute"
 VERIFY = "verify"
 SESSION = "session"
 LANES = (EXECUTE, VERIFY, SESSION)
+# How a script begins that must get through when Redis is full: it takes and removes nothing, but a script that has
+# begun to write may go on, and it is by answers, leases and their like that Redis gets empty again.
+GO_ON = f"redis.call('DEL', '{PREFIX}:nothing')\n"
 
 
 def stream(lane: str, run: str) -> str:
@@ -41,13 +44,14 @@ def statistics() -> str:
 
 
 def result(run: str, key: str) -> str:
-    """String that holds the result of one call, written once, with an expiry."""
-    return f"{PREFIX}:result:{run}:{key}"
+    """String that holds the result of one call, written once, with an expiry. The length keeps two runs apart whose
+    names and keys hold colons."""
+    return f"{PREFIX}:result:{len(run)}:{run}:{key}"
 
 
 def started(run: str, key: str) -> str:
     """Integer with an expiry: the delivery at which a call that had lost a node before was last started."""
-    return f"{PREFIX}:started:{run}:{key}"
+    return f"{PREFIX}:started:{len(run)}:{run}:{key}"
 
 
 def replies(client_id: str) -> str:

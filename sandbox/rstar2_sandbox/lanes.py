@@ -23,6 +23,7 @@ BLOCK_MS = 1000
 RUNS_S = 1.0
 NEWCOMERS_S = 0.02
 READ = ">"
+_MAKE_GROUP = keys.GO_ON + "return redis.call('XGROUP', 'CREATE', KEYS[1], ARGV[1], '0', 'MKSTREAM')"
 _FORGOTTEN = ("NOGROUP", "UNBLOCKED")  # what Redis answers when a run's stream was removed: no fault
 
 logger = logging.getLogger(__name__)
@@ -175,7 +176,8 @@ class Readers:
         if lane.stream:
             names = [lane.stream]
         else:
-            names = [keys.stream(lane.name, run.decode()) for run in await reader.server.smembers(keys.runs(lane.name))]
+            found = await reader.server.smembers(keys.runs(lane.name))
+            names = [keys.stream(lane.name, run.decode("utf-8", "replace")) for run in found]
         for name in names:
             if reader.positions.get(name) != READ or time.monotonic() - reader.looked_at > 60:
                 await self._make_group(reader, name)
@@ -184,7 +186,7 @@ class Readers:
 
     async def _make_group(self, reader: _Reader, stream: str) -> None:
         try:
-            await reader.server.xgroup_create(stream, keys.GROUP, id="0", mkstream=True)
+            await reader.server.eval(_MAKE_GROUP, 1, stream, keys.GROUP)
         except LOST as error:
             if "BUSYGROUP" not in str(error):
                 raise

@@ -6,24 +6,30 @@ The reaper runs on the master and, under a lock, on every node, so that one mach
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
+import time
 from typing import Any
 
 import redis.exceptions
 
-from rstar2_sandbox import keys, protocol
-from rstar2_sandbox.client import LOST, connect
+from rstar2_sandbox import keys, linux, protocol
+from rstar2_sandbox.connection import LOST, connect, end_tasks
 from rstar2_sandbox.protocol import Call, Outcome, Status, Verdict, Verification
 
 REAP_S = 1.0
 LOCK_MS = 3000
 FORGET_S = 60.0
+ROWS = 100  # entries of a dead node that are looked at together
 DEAD_LETTER_CHARS = 4096
+TRIES, QUICK_S = 3, 5.0  # so many ends of its Redis within so many seconds of its start are too many
 
 # KEYS: stream, dead letters. ARGV: group, entry, seconds that a fault is kept, number of entries to write again, these;
 # then for each call that is given up: result key, channel, result, letter. One reaper alone gets past the first line.
@@ -40,6 +46,7 @@ while at < #ARGV do
 end
 return 1
 """
+_LOCK = keys.GO_ON + "return redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2])"
 _FORGET_RUN = (
     "if redis.call('XLEN', KEYS[1]) == 0 then redis.call('DEL', KEYS[1]); redis.call('SREM', KEYS[2], ARGV[1]) end"
 )
@@ -73,19 +80,29 @@ def redis_config(
             password opens everything.
     """
     lines = [
-        f"dir {folder}",
+        f"dir {_word(folder)}",
         'save ""',
         f"appendonly {'yes' if keep else 'no'}",
         f"maxmemory {max_bytes}",
-        *([] if users else [f"requirepass {password}"]),
+        *([] if users else [f"requirepass {_word(password)}"]),
         "maxmemory-policy noeviction",
         "client-output-buffer-limit pubsub 256mb 128mb 60",
-        f"logfile {folder}/redis.log",
+        f"logfile {_word(log_of(folder))}",
         f"port {port}",
     ]
-    lines += [f"aclfile {_without_comments(users, folder)}"] if users else []
-    lines += [f"bind {bind}"] if port else [f"unixsocket {folder}/redis.sock", "unixsocketperm 700"]
+    lines += [f"aclfile {_word(_without_comments(users, folder))}"] if users else []
+    lines += [f"bind {bind}"] if port else [f"unixsocket {_word(folder + '/redis.sock')}", "unixsocketperm 700"]
     return "\n".join(lines) + "\n"
+
+
+def _word(text: str) -> str:
+    """A text as one word of the configuration, whatever it holds."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def log_of(folder: str) -> str:
+    """Where a server with that folder writes what it has to say."""
+    return os.path.join(folder, "redis.log")
 
 
 def _without_comments(users: str, folder: str) -> str:
@@ -125,6 +142,7 @@ class Reaper:
     def __init__(self, server: Any, name: str) -> None:
         self._redis = server
         self._name = name
+        self._silent = False
         self.requeued = 0
         self.dead_letters = 0
 
@@ -132,11 +150,14 @@ class Reaper:
         """Look once a second, forever."""
         while True:
             try:
-                if await self._redis.set(keys.reaper_lock(), self._name, nx=True, px=LOCK_MS):
+                if await self._redis.eval(_LOCK, 1, keys.reaper_lock(), self._name, LOCK_MS):
                     await self.reap()
                     await self._redis.delete(keys.reaper_lock())
+                self._silent = False
             except LOST as error:
-                logger.debug("the reaper waits for Redis: %s", error)
+                if not self._silent:
+                    logger.warning("the reaper waits for Redis: %s", error)
+                self._silent = True
             await asyncio.sleep(REAP_S)
 
     async def reap(self) -> None:
@@ -179,22 +200,27 @@ class Reaper:
             await self._redis.eval(_FORGET_RUN, 2, stream, keys.runs(lane), run)
 
     async def _return_entries(self, stream: str, owner: bytes) -> None:
-        pending = await self._redis.xpending_range(stream, keys.GROUP, "-", "+", 100, consumername=owner)
-        for row in pending:
-            entry = row["message_id"]
-            found = await self._redis.xrange(stream, entry, entry)
-            again, ended = [], []
-            for call in _calls_of(found[0][1]) if found else []:
-                deliveries = await self._deliveries(call)
-                if deliveries < protocol.MAX_DELIVERIES:
-                    # Alone in its entry, so that a call that kills its nodes takes no neighbour with it.
-                    again.append(protocol.encode_calls([dataclasses.replace(call, deliveries=deliveries)]))
-                else:
-                    ended += _dead_letter(call, owner.decode("utf-8", "replace"))
-            arguments = [keys.GROUP, entry, protocol.INFRA_TTL_S, len(again), *again, *ended]
-            if await self._redis.eval(_RETURN, 2, stream, keys.dead_letters(), *arguments):
-                self.requeued += len(again)
-                self.dead_letters += len(ended) // 4
+        while True:
+            rows = await self._redis.xpending_range(stream, keys.GROUP, "-", "+", ROWS, consumername=owner)
+            for row in rows:
+                await self._return_entry(stream, owner, row["message_id"])
+            if len(rows) < ROWS:
+                return
+
+    async def _return_entry(self, stream: str, owner: bytes, entry: bytes) -> None:
+        found = await self._redis.xrange(stream, entry, entry)
+        again, ended = [], []
+        for call in _calls_of(found[0][1]) if found else []:
+            deliveries = await self._deliveries(call)
+            if deliveries < protocol.MAX_DELIVERIES:
+                # Alone in its entry, so that a call that kills its nodes takes no neighbour with it.
+                again.append(protocol.encode_calls([dataclasses.replace(call, deliveries=deliveries)]))
+            else:
+                ended += _dead_letter(call, owner.decode("utf-8", "replace"))
+        arguments = [keys.GROUP, entry, protocol.INFRA_TTL_S, len(again), *again, *ended]
+        if await self._redis.eval(_RETURN, 2, stream, keys.dead_letters(), *arguments):
+            self.requeued += len(again)
+            self.dead_letters += len(ended) // 4
 
     async def _deliveries(self, call: Call) -> int:
         """Nodes that may have died of a call: the first counts always, later ones only if they had started it."""
@@ -220,10 +246,46 @@ def _calls_of(fields: dict[bytes, bytes]) -> list[Call]:
         return []
 
 
-async def serve(redis_url: str) -> None:
-    """Run the reaper against a Redis until cancelled."""
-    server = connect(redis_url)
+async def serve(redis_url: str, config: str = "", log: str = "") -> None:
+    """Run the reaper against a Redis until SIGTERM or cancelled; with a configuration, that Redis too.
+
+    Args:
+        config: of a server to keep running (see redis_config); log: the file that it writes to.
+
+    Raises:
+        RuntimeError: that server does not stay; the message says what it wrote.
+    """
+    server, stop = connect(redis_url), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    jobs = [Reaper(server, f"master-{os.getpid()}").run(), *([_keep_redis(config, log)] if config else [])]
+    tasks = [asyncio.create_task(job) for job in jobs]
+    stopped = asyncio.create_task(stop.wait())
     try:
-        await Reaper(server, f"master-{os.getpid()}").run()
+        done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
+        await end_tasks([stopped, *tasks])
         await server.aclose()
+
+
+async def _keep_redis(config: str, log: str) -> None:
+    """Run a server, and again whenever it ends; it ends with this task, and with this process however that ends."""
+    quick = 0
+    while True:
+        started = time.monotonic()
+        process = start_redis(config, preexec_fn=functools.partial(linux.prctl, linux.PR_SET_PDEATHSIG, signal.SIGTERM))
+        try:
+            while process.poll() is None:
+                await asyncio.sleep(0.1)
+        finally:
+            process.terminate()
+            process.wait()
+        said = ""
+        with contextlib.suppress(OSError), open(log, errors="replace") as file:
+            said = next((line.strip() for line in reversed(file.readlines()[-50:]) if "#" in line), "")
+        quick = quick + 1 if time.monotonic() - started < QUICK_S else 0
+        if quick >= TRIES:
+            raise RuntimeError(f"redis-server ended {quick} times in a row at once; it said: {said or 'nothing'}")
+        logger.error("redis-server ended with %d and is started again; it said: %s", process.returncode, said)
+        await asyncio.sleep(0.1 * 4**quick)

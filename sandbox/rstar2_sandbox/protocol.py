@@ -16,6 +16,7 @@ MAX_CODE_BYTES = 2**20
 MAX_STDIN_BYTES = 2**20
 MAX_TEXT_BYTES = 4 * 2**20
 MAX_KEY_CHARS = 200
+MAX_OUTPUT_BYTES = 16 * 2**20
 BATCH_CALLS = 64
 BATCH_BYTES = 2**20
 RESULT_TTL_S = 900
@@ -81,6 +82,8 @@ class Limits:
         for field in ("wall_s", "queue_s", "memory_bytes", "output_bytes", "file_bytes", "processes"):
             if not 0 < getattr(self, field) < 2**53:
                 raise ValueError(f"Limits.{field} = {getattr(self, field)!r}: must be above 0 and below 2**53")
+        if self.output_bytes > MAX_OUTPUT_BYTES:
+            raise ValueError(f"Limits.output_bytes = {self.output_bytes!r}: at most {MAX_OUTPUT_BYTES} fit a result")
         if not 0 <= self.cpu_s < 2**31:
             raise ValueError(f"Limits.cpu_s = {self.cpu_s!r}: must be 0 (derived from wall_s) or a count of seconds")
 

@@ -28,7 +28,7 @@ def picture(cluster: metrics.Cluster, before: metrics.Cluster | None, width: int
     ]
     now, then = _by_lane(cluster), _by_lane(before) if before else None
     for lane, waiting in cluster.waiting.items():
-        rate = f"{(now[lane] - then[lane]) / EVERY_S:.0f}" if then is not None else ""
+        rate = f"{max(0, now[lane] - then[lane]) / EVERY_S:.0f}" if then is not None else ""
         lines.append(f"{lane:10}{len(cluster.runs[lane]):6}{waiting:9}{cluster.age_s[lane]:8.1f}s{rate:>9}")
     lines += ["", f"{'node':34}{'busy':>11}{'held':>6}{'sess.':>7}{'run p50/p95/p99 ms':>22}{'wait p99 ms':>13}  tier"]
     for name, report in sorted(cluster.nodes.items()):

@@ -31,6 +31,7 @@ from rstar2_sandbox.protocol import Call, Outcome, Status, Verification
 
 BEAT_S, LEASE_S = 1.0, 5.0
 VERIFY_AHEAD = 256
+_BEAT = keys.GO_ON + "redis.call('ZADD', KEYS[1], ARGV[1], ARGV[2]); redis.call('HSET', KEYS[2], ARGV[3], ARGV[4])"
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,9 @@ class Node:
             fresh one.
         verify_slots: verifications at once that need a process.
         session_slots: stateful sessions that live at once.
+
+    Raises:
+        ValueError: a count is too small or too large.
     """
 
     def __init__(
@@ -58,6 +62,10 @@ class Node:
         verify_slots: int = 1,
         session_slots: int = 0,
     ) -> None:
+        counts = {"slots": (slots, 1), "verify_slots": (verify_slots, 1), "session_slots": (session_slots, 0)}
+        for what, (count, least) in counts.items():
+            if count < least:
+                raise ValueError(f"{what} = {count}: must be {least} or more")
         self._url = redis_url
         self._redis = connect(redis_url)
         self._slots = slots
@@ -81,7 +89,7 @@ class Node:
         self._joined = asyncio.get_running_loop().create_future()
         readers = Readers(self._url, self.name, self._lanes, self._answers, self._admit)
         jobs = [self._beat(), self._answers.run(), Reaper(self._redis, self.name).run(), self._warm()]
-        jobs += [self._sessions.watch(), self._listen(readers), *readers.jobs()]
+        jobs += [self._sessions.watch(), self._watch_epochs(), self._listen(readers), *readers.jobs()]
         for lane in self._lanes.values():
             lane.signal()
             jobs += [self._runner(lane, slot) for slot in lane.slots]
@@ -144,7 +152,7 @@ class Node:
         await asyncio.Event().wait()
 
     async def _beat(self) -> None:
-        first = True
+        first, beat = True, self._redis.register_script(_BEAT)
         while True:
             try:
                 seconds, micros = await self._redis.time()
@@ -152,15 +160,21 @@ class Node:
                 if first and self._exclusive:
                     await self._free_predecessors()
                 first = False
-                await self._learn_epochs()
-                await self._redis.zadd(keys.nodes(), {self._member: self._now() + LEASE_S})
-                await self._redis.hset(keys.statistics(), self.name, json.dumps(self._report()))
+                until, report = self._now() + LEASE_S, json.dumps(self._report())
+                await beat([keys.nodes(), keys.statistics()], [until, self._member, self.name, report])
                 if not self._joined.done():
                     self._joined.set_result(None)
             except LOST as error:
                 logger.warning("the heartbeat waits for Redis: %s", error)
                 await asyncio.sleep(0.1)
                 continue
+            await asyncio.sleep(BEAT_S)
+
+    async def _watch_epochs(self) -> None:
+        """Look at the epochs once a second. Apart from the heartbeat, since ending a session may take its time."""
+        while True:
+            with contextlib.suppress(*LOST):
+                await self._learn_epochs()
             await asyncio.sleep(BEAT_S)
 
     def _report(self) -> dict[str, object]:
@@ -171,14 +185,16 @@ class Node:
 
     async def _learn_epochs(self) -> None:
         """Look again at the epochs of the runs whose calls wait or run here."""
-        runs = {call.run for call in self._running.values()}.union(
-            *(lane.backlog.runs() for lane in self._lanes.values())
-        )
-        names = sorted(runs)
+        names = sorted(self._runs())
         values = await self._redis.mget([keys.epoch(run) for run in names]) if names else []
-        self._epochs = {}
         for run, value in zip(names, values, strict=True):
             await self._supersede(run, int(value or 0))
+        runs = self._runs()  # some came meanwhile, with their epochs (see _known)
+        self._epochs = {run: epoch for run, epoch in self._epochs.items() if run in runs}
+
+    def _runs(self) -> set[str]:
+        running = {call.run for call in self._running.values()}
+        return running.union(self._sessions.runs, *(lane.backlog.runs() for lane in self._lanes.values()))
 
     async def _supersede(self, run: str, epoch: int) -> None:
         """End the calls of a run's earlier epochs: those that wait, and those that run."""
@@ -215,7 +231,7 @@ class Node:
 
     async def _free_predecessors(self) -> None:
         for member in await self._redis.zrange(keys.nodes(), 0, -1):
-            if member.decode().startswith(f"{self._base}:") and member.decode() != self._member:
+            if member.decode().rpartition(":")[0] == self._base and member.decode() != self._member:
                 await self._redis.zrem(keys.nodes(), member)
 
     async def _admit(self, lane: Lane, entries: list[tuple[Entry, list[Call]]]) -> None:
@@ -332,6 +348,8 @@ class Node:
         library, note = None, ""
         if examined.ask and not self._executor.missing.get(GRADE):
             outcome = await slot.grade(*examined.ask)
+            if outcome.status is Status.REJECTED:  # killed with its epoch: silence of ours, and no verdict
+                return infra_result(call, protocol.SUPERSEDED)
             note = outcome.status.value if outcome.status is not Status.OK else ""
             library = outcome.stdout == "true" if not note else None
         return verify.conclude(examined, library, note, time.monotonic() - started, self._rules)

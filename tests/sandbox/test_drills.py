@@ -208,23 +208,29 @@ def test_a_redis_that_never_comes_back_ends_in_typed_faults(tmp_path):
     assert took_s < 6 and all("redis.sock" in outcome.detail for outcome in outcomes)
 
 
-def test_a_full_redis_has_clients_wait_and_answers_them_when_there_is_room(tmp_path):
+def test_a_full_redis_has_clients_wait_while_what_it_holds_is_answered(tmp_path):
     with cluster(tmp_path, nodes=1) as running:
 
         async def scene():
             async with client.Client(running.url, run="full") as caller:
                 await caller.execute(Execution(code="1"))
                 server = caller._redis
+                code = "import time\ntime.sleep(0.2)\nprint({})"
+                early = [asyncio.create_task(caller.execute(Execution(code=code.format(n)))) for n in range(4)]
+                await asyncio.sleep(0.1)
                 await server.config_set("maxmemory", 1)
                 held = [asyncio.create_task(caller.execute(Execution(code=f"print({n})"))) for n in range(20)]
-                await asyncio.sleep(1.0)
+                # Only answers make room: they must find a way in. Meanwhile the node's lease runs out.
+                await asyncio.wait(early, timeout=8)
+                answered = all(task.done() for task in early)
+                await asyncio.sleep(6)
                 waiting = not any(task.done() for task in held)
                 await server.config_set("maxmemory", 0)
-                return waiting, await asyncio.gather(*held)
+                return answered, waiting, await asyncio.gather(*early, *held)
 
-        waiting, outcomes = asyncio.run(scene())
-    assert waiting
-    assert [outcome.stdout for outcome in outcomes] == [f"{n}\n" for n in range(20)]
+        answered, waiting, outcomes = asyncio.run(scene())
+    assert answered and waiting
+    assert [outcome.stdout for outcome in outcomes] == [f"{n}\n" for n in (*range(4), *range(20))]
 
 
 def test_what_is_given_up_leaves_a_letter(tmp_path):

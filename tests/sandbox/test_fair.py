@@ -126,6 +126,26 @@ def test_a_key_of_an_ended_epoch_may_be_asked_again_in_the_new_one(sandbox):
     assert old.status is Status.REJECTED
 
 
+def test_a_grader_that_is_killed_with_its_epoch_gives_no_verdict(sandbox):
+    """Else an answer would be wrong for a quarter of an hour because a trainer was restarted while it was graded."""
+    text, gold = r"<answer>\boxed{9^{9^{9^{9}}}}</answer>", "3"
+
+    async def scene():
+        async with (
+            client.Client(sandbox.redis_url, run="graded", retries=0) as old,
+            client.Client(sandbox.redis_url, run="graded") as new,
+        ):
+            await old.verify(text=r"<answer>\boxed{\sqrt{9}}</answer>", gold=gold)
+            task = asyncio.create_task(old.verify(text=text, gold=gold, key="slow"))
+            await asyncio.sleep(0.7)
+            await new.advance_epoch()
+            return await task, await new.verify(text=text, gold=gold, key="slow")
+
+    killed, again = asyncio.run(scene())
+    assert (killed.verdict, killed.reason) == (Verdict.INFRA, protocol.SUPERSEDED)
+    assert again.verdict is Verdict.WRONG and "timeout" in again.reason
+
+
 def test_a_client_writes_no_more_than_its_window_and_answers_everything(sandbox, monkeypatch):
     monkeypatch.setattr(outbox, "WINDOW_CALLS", 100)
 

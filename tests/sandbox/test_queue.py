@@ -10,7 +10,7 @@ import time
 import pytest
 import redis
 
-from rstar2_sandbox import client, keys, local, protocol
+from rstar2_sandbox import answers, client, keys, local, protocol
 from rstar2_sandbox.protocol import Call, Execution, Limits, Status, Verdict
 
 HALF = rb'[["\ud800","k",0,"execute","c",1e12,{},0]]'
@@ -332,3 +332,17 @@ def test_a_call_that_comes_again_at_any_moment_is_not_done_again(sandbox):
         return last
 
     assert talk(sandbox, conversation) == "81\n"
+
+
+def test_results_are_written_in_pieces_that_redis_takes(monkeypatch):
+    monkeypatch.setattr(answers, "WRITE_CHARS", 100)
+    results = [["name", 9, "x" * size, 0] for size in (10, 90, 200, 5)]
+    assert answers._pieces(results) == [results[:2], results[2:3], results[3:]]
+    assert answers._pieces(results[:3]) == [results[:2], results[2:3], []]
+    with pytest.raises(ValueError, match="output_bytes"):
+        Limits(output_bytes=protocol.MAX_OUTPUT_BYTES + 1)
+
+
+def test_no_two_runs_share_the_key_of_a_result():
+    assert keys.result("a", "b:c") != keys.result("a:b", "c")
+    assert keys.started("a", "b:c") != keys.started("a:b", "c")
