@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -22,6 +24,11 @@ from rstar2_sandbox.protocol import Execution
 from rstar2_sandbox.slot import Slot
 
 THREADS = 2
+MAX_SLOTS = jail.IDS // 2
+# Descriptors of a slot: two for each of its keepers, and those of the call that runs.
+_FILES_OF_SLOT = 2 * len(KINDS) + 8
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +75,8 @@ class Executor:
     """
 
     def __init__(self, slots: int, settings: Settings) -> None:
-        if slots < 1:
-            raise ValueError(f"slots = {slots}: must be 1 or more")
+        if not 1 <= slots <= MAX_SLOTS:
+            raise ValueError(f"slots = {slots}: must be between 1 and {MAX_SLOTS}, those of every lane together")
         self._count = slots
         self._settings = settings
         self._uid_base = settings.uid_base or jail.unused_uid_base(2 * slots)
@@ -81,8 +88,10 @@ class Executor:
         self.refused: dict[str, str] = {}
 
     async def start(self) -> None:
-        """Find the strongest tier that works and build the slots. Raises SlotError."""
+        """Find the strongest tier that works and build the slots. Raises SlotError; ValueError when the user ids are in
+        use."""
         self._end_predecessors()
+        _raise_file_limit(self._count)
         list(self._threads.map(time.sleep, [0.001] * THREADS))  # all there from the start, whatever is counted then
         cgroup.sweep(f"rstar2-slot-{os.geteuid()}-")
         for tier in self._settings.tiers:
@@ -131,10 +140,24 @@ class Executor:
         if os.geteuid() != 0:
             return
         ours = range(self._uid_base, self._uid_base + 2 * self._count)
+        with contextlib.suppress(FileNotFoundError), open("/etc/passwd", errors="replace") as file:
+            for name, _, uid in (line.split(":")[:3] for line in file if line.count(":") > 2):
+                if uid.isdigit() and int(uid) in ours:
+                    raise ValueError(f"uid_base = {ours.start}: {name} has the id {uid}; give {len(ours)} unused ids")
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
                 if os.stat(f"/proc/{name}").st_uid in ours:
                     os.kill(int(name), signal.SIGKILL)
+
+
+def _raise_file_limit(slots: int) -> None:
+    """Have as many descriptors as this process may: the usual 1024 are few for many slots."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _FILES_OF_SLOT * slots + 256
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            logger.warning("%d open files are allowed, %d slots may need %d: raise ulimit -n", hard, slots, needed)
 
 
 def library_version(python: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from rstar2_sandbox import keys
 from rstar2_sandbox.client import Client
 from rstar2_sandbox.connection import LOST, connect
-from rstar2_sandbox.protocol import Execution, Limits, Outcome, Status, Verdict
+from rstar2_sandbox.protocol import Execution, Limits, Outcome, Status, Verdict, check_verification
 
 MAX_HEAD_BYTES = 32 * 2**10
 MAX_BODY_BYTES = 128 * 2**20
@@ -47,6 +47,14 @@ class FrontLimits:
     queue_s: float = 15.0
     long_queue_s: float = 3600.0
     memory_bytes: int = 512 * 2**20
+
+    def __post_init__(self) -> None:
+        for queue_s in (self.queue_s, self.long_queue_s):
+            self.of_program(queue_s)
+
+    def of_program(self, queue_s: float) -> Limits:
+        """The same for the sandbox. Raises ValueError naming what is out of its range."""
+        return Limits(wall_s=self.run_s, queue_s=queue_s, memory_bytes=self.memory_bytes)
 
 
 class RefusedError(Exception):
@@ -109,6 +117,8 @@ def head(block: bytes) -> tuple[str, str, dict[str, str]]:
         if not colon or not name or name != name.strip():
             raise RefusedError(400, "not a header line")
         headers[name.lower()] = value.strip()
+    if parts[2] == "HTTP/1.0":
+        headers.setdefault("connection", "close")
     return parts[0], parts[1].partition("?")[0], headers
 
 
@@ -155,7 +165,7 @@ class Front:
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer one request; True when the connection stays."""
-        keep = False
+        keep, method = False, ""
         try:
             try:
                 async with asyncio.timeout(IDLE_S):
@@ -177,14 +187,14 @@ class Front:
             f"HTTP/1.1 {status} {_PHRASES[status]}", "content-type: application/json",
             f"content-length: {len(payload)}", f"connection: {'keep-alive' if keep else 'close'}",
         ]  # fmt: skip
-        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + payload)
+        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + (b"" if method == "HEAD" else payload))
         await writer.drain()
         return keep
 
     async def _answer(self, method: str, path: str, body: bytes) -> Any:
         path = path.rstrip("/") or "/"
         if path in ("/ping", "/status"):
-            if method != "GET":
+            if method not in ("GET", "HEAD"):
                 raise RefusedError(405, f"{path} is asked with GET")
             return "pong" if path == "/ping" else await self._status()
         what, _, batch = path.lstrip("/").partition("/")
@@ -197,11 +207,14 @@ class Front:
         except (ValueError, RecursionError) as error:
             raise RefusedError(422, f"the body is not JSON: {error}") from error
         queue_s = self._limits.long_queue_s if batch == "long-batch" else self._limits.queue_s
-        if not batch:
-            return await self._run(submission(content), queue_s, shown=what == "run")
-        sub_id, parts = submissions(content)
-        results = await asyncio.gather(*(self._run(part, queue_s, shown=what == "run") for part in parts))
-        return {"sub_id": sub_id, "results": results}
+        sub_id, parts = submissions(content) if batch else ("", [submission(content)])
+        # All of them are checked before one is run.
+        checked = [(part, self._checked(part, queue_s)) for part in parts]
+        try:
+            results = await asyncio.gather(*(self._run(*pair, shown=what == "run") for pair in checked))
+        except RuntimeError as error:  # the client cannot go on, and says why
+            raise RefusedError(503, str(error)) from error
+        return {"sub_id": sub_id, "results": results} if batch else results[0]
 
     async def _status(self) -> dict[str, int]:
         try:
@@ -215,16 +228,21 @@ class Front:
             raise RefusedError(503, f"no answer from Redis: {error}") from error
         return {"queue": waiting, "num_workers": sum(int(member.rpartition(b"/")[2]) for member in members)}
 
-    async def _run(self, part: Submission, queue_s: float, *, shown: bool) -> dict[str, Any]:
+    def _checked(self, part: Submission, queue_s: float) -> Execution | None:
+        """What is to be run; None for an answer to grade. Raises RefusedError."""
+        try:
+            if part.type == "math":
+                check_verification(_text(part), part.expected or "", "")
+                return None
+            return Execution(code=part.solution, stdin=part.input, limits=self._limits.of_program(queue_s))
+        except ValueError as error:
+            raise RefusedError(422, str(error)) from error
+
+    async def _run(self, part: Submission, execution: Execution | None, *, shown: bool) -> dict[str, Any]:
         started = time.monotonic()
-        if part.type == "math":
+        if execution is None:
             fields = await self._grade(part)
         else:
-            limits = Limits(wall_s=self._limits.run_s, queue_s=queue_s, memory_bytes=self._limits.memory_bytes)
-            try:
-                execution = Execution(code=part.solution, stdin=part.input, limits=limits)
-            except ValueError as error:
-                raise RefusedError(422, str(error)) from error
             fields = _fields(await self._client.execute(execution), part.expected)
         fields.setdefault("cost", time.monotonic() - started)
         if not shown:
@@ -232,16 +250,17 @@ class Front:
         return {"sub_id": part.sub_id} | fields
 
     async def _grade(self, part: Submission) -> dict[str, Any]:
-        boxed = part.solution if r"\boxed" in part.solution else rf"\boxed{{{part.solution}}}"
-        text = boxed if "</answer>" in boxed else f"<answer>{boxed}</answer>"
-        try:
-            found = await self._client.verify(text=text, gold=part.expected or "")
-        except ValueError as error:
-            raise RefusedError(422, str(error)) from error
+        found = await self._client.verify(text=_text(part), gold=part.expected or "")
         ours = found.verdict is Verdict.INFRA
         right = found.verdict is Verdict.CORRECT
         reason = "internal_error" if ours else ""
         return {"success": right, "run_success": not ours, "stdout": "", "stderr": "", "reason": reason}
+
+
+def _text(part: Submission) -> str:
+    """An answer to grade, as the grader reads it."""
+    boxed = part.solution if r"\boxed" in part.solution else rf"\boxed{{{part.solution}}}"
+    return boxed if "</answer>" in boxed else f"<answer>{boxed}</answer>"
 
 
 def _fields(outcome: Outcome, expected: str | None) -> dict[str, Any]:

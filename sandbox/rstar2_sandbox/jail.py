@@ -32,6 +32,7 @@ _SYSTEM = (
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _PRIVATE = "/.private"
 FILES_OPEN = 64
+IDS = 4096  # user ids that one node may take
 # How a child starts GNU Octave: the program stands behind descriptor 3.
 OCTAVE = (
     "/usr/bin/octave-cli", "--quiet", "--norc", "--no-history", "--no-gui", "--no-window-system", "/proc/self/fd/3"
@@ -42,11 +43,11 @@ def unused_uid_base(count: int) -> int:
     """First of `count` user ids for the slots of this process, of those that this user namespace knows."""
     with open("/proc/self/uid_map") as file:
         rows = [[int(number) for number in line.split()] for line in file]
-    base = 1_000_000 + os.getpid() % 65536 * 4096
+    base = 1_000_000 + os.getpid() % 65536 * IDS
     if any(start <= base and base + count <= start + length for start, _, length in rows):
         return base
     start, _, length = max(rows, key=lambda row: row[2])
-    return max(start, start + length - 4096)
+    return max(start, start + length - IDS)
 
 
 def visible_paths() -> list[str]:

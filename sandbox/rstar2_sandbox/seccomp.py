@@ -1,7 +1,8 @@
 """The system-call filter of the jailed children, as a BPF program. Pure.
 
 Everything is allowed but what reaches across the jail or widens the kernel's attack surface: other processes' memory,
-mounts and namespaces, modules, keyrings and System V objects (both outlive a process), new kernel interfaces, sockets.
+mounts and namespaces, modules, keyrings and System V objects (both outlive a process), files in memory that no limit on
+memory or folders counts, new kernel interfaces, sockets.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _DENIED = {
     "userfaultfd": (323, 282), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
     "fanotify_init": (300, 262), "personality": (135, 92), "lookup_dcookie": (212, 18), "move_pages": (279, 239),
     "migrate_pages": (256, 238), "vhangup": (153, 58), "nfsservctl": (180, 42), "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
+    "ioprio_set": (251, 30), "memfd_create": (319, 279),
 }  # fmt: skip
 # Allowed for the calling process itself only, which they know as number 0: a keeper may have the child's user id.
 _OWN_ONLY = {

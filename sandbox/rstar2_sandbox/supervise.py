@@ -41,7 +41,7 @@ class Supervisor:
         self._folder = folder
         self._options = options
         # The same over restarts, so that a new node frees and cleans what its predecessor left.
-        self._fixed = ["--name", f"local-{os.getpid()}", "--uid_base", str(jail.unused_uid_base(4096))]
+        self._fixed = ["--name", f"local-{os.getpid()}", "--uid_base", str(jail.unused_uid_base(jail.IDS))]
         self._password = secrets.token_urlsafe(24)
         self._parent = os.getppid()
         self._children: dict[str, subprocess.Popen[bytes]] = {}

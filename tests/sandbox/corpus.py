@@ -137,6 +137,7 @@ AMOUNTS = {
                                  frozenset({WALL, KILLED}), limits=SHORT),
     "100 threads": refused("import threading, time\nfor _ in range(100):\n"
                            "  threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"),
+    "files in memory": refused("import os\nfiles = [os.memfd_create(f'{n}') for n in range(9)]"),
     "100 open files": refused("files = [open('/dev/null') for _ in range(100)]"),
 }  # fmt: skip
 

@@ -101,6 +101,8 @@ def test_answers_are_graded_too(address):
         ("/run", [1], 422),
         ("/run/batch", {"submissions": []}, 422),
         ("/run/batch", {"submissions": [7]}, 422),
+        ("/run/batch", {"submissions": [{"type": "python", "solution": c} for c in ("1", "x" * 2**21)]}, 422),
+        ("/judge", {"type": "math", "solution": "x" * (2**22 + 1), "expected_output": "1"}, 422),
         ("/run", {"type": "python", "solution": "x" * (2**20 + 1)}, 422),
         ("/nothing", {}, 404),
         ("/run/other", {}, 404),
@@ -122,6 +124,20 @@ def test_bytes_that_are_no_request_end_the_connection_and_nothing_else(address):
             connection.sendall(sent)
             assert re.match(rb"HTTP/1.1 4\d\d ", connection.recv(4096)), sent
     assert ask(address, "/ping") == (200, "pong")
+
+
+def test_old_clients_and_probes_find_the_end_of_an_answer(address):
+    host, port = address.removeprefix("http://").split(":")
+    for sent, ends in ((b"GET /ping HTTP/1.0", b'"pong"'), (b"HEAD /ping HTTP/1.0", b"\r\n\r\n")):
+        with socket.create_connection((host, int(port)), 10) as connection:
+            connection.sendall(sent + b"\r\n\r\n")
+            received = b"".join(iter(lambda: connection.recv(4096), b""))  # noqa: B023
+        assert received.startswith(b"HTTP/1.1 200 ") and received.endswith(ends)
+
+
+def test_limits_out_of_their_range_are_refused_before_anything_listens():
+    with pytest.raises(ValueError, match="wall_s"):
+        front.FrontLimits(run_s=0)
 
 
 @settings(max_examples=300, deadline=None)
