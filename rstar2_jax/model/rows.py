@@ -7,7 +7,7 @@
 Scanned layers are stacked inside the function: parameters, optimizer state and checkpoints have one array a layer
 everywhere, and the program does not grow with the depth.
 
-Deliberately not here: the layers themselves (decoder.py), the head (vocabulary.py).
+Deliberately not here: the layers themselves (decoder.py), what is below them (embedding.py) and above (vocabulary.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from rstar2_jax import settings
-from rstar2_jax.model import attention, decoder, ops, sharding
+from rstar2_jax.model import attention, decoder, embedding, ops, sharding
 
 _POLICIES = {
     "block": jax.checkpoint_policies.save_only_these_names(attention.KEPT),
@@ -52,8 +52,7 @@ def hidden(
     def apply(x, own) -> Any:
         return module.apply({"params": own}, x, angles, segment_ids)
 
-    table = params["embed"]["embedding"]
-    x = _stream(layout, jnp.take(table, tokens, axis=0).astype(model.compute_dtype))
+    x = embedding.lookup(params["embed"]["embedding"], tokens, model.compute_dtype, layout)
     layers = [params[f"layers_{i}"] for i in range(model.layers)]
     if remat == "none":
         for own in layers:
@@ -62,10 +61,6 @@ def hidden(
         again = jax.checkpoint(apply, policy=_POLICIES[remat])
         x, _ = jax.lax.scan(lambda x, own: (again(x, own), None), x, _stacked(layers, layout))
     return ops.rms_norm(x, params["norm"]["scale"], model.rms_eps)
-
-
-def _stream(layout: sharding.Layout | None, x: jax.Array) -> jax.Array:
-    return x if layout is None else layout.constrain(x, "rows", "sequence", None)
 
 
 def _stacked(layers: list[Any], layout: sharding.Layout | None) -> Any:

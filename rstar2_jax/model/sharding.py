@@ -112,6 +112,23 @@ class Layout:
             check_vma=False,
         )
 
+    def reduced(self, x: jax.Array, *, over: str, onto: str, dimension: int) -> jax.Array:
+        """x, of which each device holds a partial sum, summed and laid out; inside `spread` only.
+
+        Args:
+            over: logical axis whose devices hold the parts of the sum.
+            onto: logical axis of `dimension` in the result; a reduction over the same devices is scattered.
+        """
+        axes = self.axes(over)
+        for axis in self.axes(onto):
+            if axis in axes:
+                x = jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
+            else:  # its devices hold the same sum: each keeps its own part
+                size = x.shape[dimension] // jax.lax.axis_size(axis)
+                x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size, dimension)
+        rest = tuple(axis for axis in axes if axis not in self.axes(onto))
+        return jax.lax.psum(x, rest) if rest else x
+
     def check(self, model: settings.Model, row_tokens: int) -> None:
         """Raise ValueError, naming both numbers, where a size of the model or of a row cannot be split.
 

@@ -166,25 +166,9 @@ def _reduced(how: How, dhidden: Any, dtable: Any, dtype: Any) -> Any:
     """The gradients in their layouts: states summed over the vocabulary's shares, the table over everybody's rows."""
     if how.layout is None or how.layout.single:
         return dhidden.astype(dtype), dtable.T if how.tied else dtable
-    sequence, embed, rows = (how.layout.axes(name) for name in ("sequence", "embed", "rows"))
-    scattered = tuple(axis for axis in sequence if axis in how.vocab_axes)
-    summed = tuple(axis for axis in how.vocab_axes if axis not in scattered)
-    dhidden = jax.lax.psum(dhidden, summed) if summed else dhidden
-    dhidden = jax.lax.psum_scatter(dhidden, scattered, scatter_dimension=1, tiled=True) if scattered else dhidden
-    dhidden = _own_part(how, dhidden, tuple(axis for axis in sequence if axis not in scattered), 1)
-    scattered = tuple(axis for axis in embed if axis in rows)
-    summed = tuple(axis for axis in rows if axis not in scattered)
-    dtable = jax.lax.psum_scatter(dtable, scattered, scatter_dimension=0, tiled=True) if scattered else dtable
-    dtable = jax.lax.psum(dtable, summed) if summed else dtable
-    dtable = _own_part(how, dtable, tuple(axis for axis in embed if axis not in scattered), 0)
+    dhidden = how.layout.reduced(dhidden, over="vocab", onto="sequence", dimension=1)
+    dtable = how.layout.reduced(dtable, over="rows", onto="embed", dimension=0)
     return dhidden.astype(dtype), dtable.T if how.tied else dtable
-
-
-def _own_part(how: How, x: Any, axes: tuple[str, ...], dimension: int) -> Any:
-    for axis in axes:
-        size = x.shape[dimension] // jax.lax.axis_size(axis)
-        x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size, dimension)
-    return x
 
 
 def _logits(how: How, rows: Any, table: Any) -> jax.Array:
