@@ -3,11 +3,13 @@
     --kills N      kills before the run is let through (default 30)
     --steps N      optimizer steps of the run (default 12, a checkpoint every 2)
     --workdir DIR  where the runs live (default: a temporary folder)
+    --minutes M    begin no kill after so many minutes and exit with 75: the same command with its --workdir goes on
 
 A tiny model on the box task, with sandbox, engine, weight exchange and checkpoints as in every run. Moments of the kill
-(SIGKILL) take turns: while a checkpoint is being written, while weights are being published, at a random moment of a
-step, at a random moment of the start. Passed when the same command, started after each kill and cleaned up by nobody,
-ends with parameters equal bit for bit, the same trajectories and the same metrics. Prints one JSON line.
+(SIGKILL) take turns, and each is random within: in the start; after none to three steps, while a checkpoint is being
+written or weights are being published; after one to four, in a rollout or an update (both by the clock: so long after
+the last step as the uninterrupted run was in them). Passed when the same command, started after each kill and cleaned
+up by nobody, ends with parameters equal bit for bit, the same trajectories and the same metrics. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(HERE), str(HERE / "sandbox")]
@@ -31,6 +36,8 @@ MODEL = ("Model.d_model=48", "Model.layers=2", "Model.d_mlp=96", "Model.heads=2"
 RL = ("Rollout.prompts_per_step=4", "Rollout.oversample=8", "Rollout.group_size=4", "Rollout.engine_slots=16",
       "Roc.max_refills=2", "Optimizer.lr=2e-3", "Run.save_every_steps=2")  # fmt: skip
 TIMINGS = {"queue_s", "run_s"}
+UNFINISHED = 75  # EX_TEMPFAIL: out of minutes
+MACHINE = ("time/", "disk/", "guard/disk")  # metrics of the machine, not of the run
 
 
 def command(file: str, workdir: pathlib.Path, steps: int, *bindings: str) -> list[str]:
@@ -59,12 +66,26 @@ def lines_of(workdir: pathlib.Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def moments(workdir: pathlib.Path, chance: random.Random) -> dict[str, Callable[[], Callable[[], bool]]]:
-    """Name -> maker of a condition that says when to kill; each is made when its run starts."""
+def phase_seconds(workdir: pathlib.Path, name: str) -> float:
+    """Median seconds that a step of a finished run spent in a phase."""
+    with (workdir / "metrics.jsonl").open() as lines:
+        return statistics.median(json.loads(line)[f"time/{name}_s"] for line in lines)
+
+
+def moments(root: pathlib.Path, chance: random.Random) -> dict[str, Callable[[], bool]]:
+    """Name -> condition that is true when it is time to kill the run that has just been started."""
+    workdir, least, steps = root / "killed", [sys.maxsize], chance.randrange(4)
 
     def seen(folder: str, part: str) -> Callable[[], bool]:
-        place = workdir / folder
-        return lambda: place.is_dir() and any(part in entry.name for entry in place.iterdir())
+        """A name that was not there before: what an earlier kill has left is cleaned first."""
+        place, was_absent = workdir / folder, [False]
+
+        def now() -> bool:
+            there = place.is_dir() and any(part in entry.name for entry in place.iterdir())
+            was_absent[0] |= not there
+            return there and was_absent[0]
+
+        return now
 
     def after(event: Callable[[], bool], low: float, high: float) -> Callable[[], bool]:
         found: dict[str, float] = {}
@@ -76,19 +97,28 @@ def moments(workdir: pathlib.Path, chance: random.Random) -> dict[str, Callable[
 
         return due
 
-    def in_a_step() -> Callable[[], bool]:
-        before = lines_of(workdir)
-        return after(lambda: lines_of(workdir) != before, 0.0, 4.0)
+    def stepped(least_steps: int) -> bool:
+        """So many lines more: those of steps that are done again are cut first."""
+        least[0] = min(least[0], now := lines_of(workdir))
+        return now >= least[0] + least_steps
 
+    def later(event: Callable[[], bool]) -> Callable[[], bool]:
+        return lambda: stepped(steps) & event()  # both are asked each time: each remembers what it saw
+
+    def in_a_step(low: float, high: float) -> Callable[[], bool]:
+        return after(lambda: stepped(steps + 1), low, high)
+
+    rollout, learn = (phase_seconds(root / "whole", name) for name in ("rollout", "learn"))
     return {
-        "save": lambda: seen("checkpoints", "tmp"),
-        "publish": lambda: after(seen("weights", "writing"), 0.0, 0.01),
-        "step": in_a_step,
-        "start": lambda: after(lambda: True, 1.0, 12.0),
+        "save": after(later(seen("checkpoints", "tmp")), 0.0, 0.02),
+        "publish": after(later(seen("weights", "writing")), 0.0, 0.01),
+        "rollout": in_a_step(0.0, rollout),
+        "update": in_a_step(rollout, rollout + learn),
+        "start": after(lambda: True, 1.0, 12.0),
     }
 
 
-def kill_once(line: list[str], due: Callable[[], bool], limit_s: float = 120.0) -> bool:
+def kill_once(line: list[str], due: Callable[[], bool], limit_s: float = 300.0) -> bool:
     """Start, wait for the moment (at most limit_s), kill; False where the run ended first."""
     process = start(line)
     deadline = time.monotonic() + limit_s
@@ -139,9 +169,24 @@ def differences(left: pathlib.Path, right: pathlib.Path) -> list[str]:
         found.append("trajectories")
     first, second = metrics.read_metrics(left), metrics.read_metrics(right)
     for name in first:
-        if not name.startswith("time/") and not np.array_equal(first[name], second[name], equal_nan=True):
+        if not name.startswith(MACHINE) and not np.array_equal(first[name], second[name], equal_nan=True):
             found.append(name)
     return found
+
+
+def kept(root: pathlib.Path) -> dict[str, Any]:
+    """Where an earlier call of this drill stopped."""
+    path = root / "drill.json"
+    fresh = {"kills": {}, "runs_compared": 0, "different": []}
+    return json.loads(path.read_text()) if path.exists() else fresh
+
+
+def begin(root: pathlib.Path, steps: int) -> list[str]:
+    """Train the start and the run that is left alone, where they are not yet; the command of the run to kill."""
+    finish(command("sft.gin", root / "sft", 120, "Demonstrations.tool_share=0.9", "Run.save_every_steps=60"))
+    origin = f'Run.init_from="{root / "sft"}"'
+    finish(command("stage1.gin", root / "whole", steps, *RL, origin))
+    return command("stage1.gin", root / "killed", steps, *RL, origin)
 
 
 def main() -> int:
@@ -151,31 +196,31 @@ def main() -> int:
     options.add_argument("--steps", type=int, default=12)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--workdir", type=pathlib.Path)
+    options.add_argument("--minutes", type=float)
     asked = options.parse_args()
+    until = time.monotonic() + 60 * asked.minutes if asked.minutes else float("inf")
     root = asked.workdir or pathlib.Path(tempfile.mkdtemp(prefix="rstar2-drill-"))
-    finish(command("sft.gin", root / "sft", 120, "Demonstrations.tool_share=0.9", "Run.save_every_steps=60"))
-    origin = f'Run.init_from="{root / "sft"}"'
-    finish(command("stage1.gin", root / "whole", asked.steps, *RL, origin))
-    line = command("stage1.gin", root / "killed", asked.steps, *RL, origin)
-    ways = moments(root / "killed", random.Random(asked.seed))
-    done: dict[str, int] = dict.fromkeys(ways, 0)
-    found: list[str] = []
-    runs = 1
-    while sum(done.values()) < asked.kills:
-        name = list(ways)[sum(done.values()) % len(ways)]
-        if kill_once(line, ways[name]()):
-            done[name] += 1
+    line = begin(root, asked.steps)
+    told = kept(root)
+    while (count := sum(told["kills"].values())) < asked.kills:
+        if time.monotonic() > until:
+            return UNFINISHED
+        ways = moments(root, random.Random(f"{asked.seed} {count} {told['runs_compared']}"))
+        name = list(ways)[count % len(ways)]
+        if kill_once(line, ways[name]):
+            told["kills"][name] = told["kills"].get(name, 0) + 1
         else:  # the run is through: it is compared and begins anew, so that there is something to kill
-            runs += 1
-            found += differences(root / "whole", root / "killed")
-            subprocess.run(["rm", "-rf", str(root / "killed")], check=True)
-        print(f"{sum(done.values())} kills ({name}), {lines_of(root / 'killed')} steps written", file=sys.stderr)
+            told["runs_compared"] += 1
+            told["different"] += differences(root / "whole", root / "killed")
+            shutil.rmtree(root / "killed")
+        (root / "drill.json").write_text(json.dumps(told))
+        print(f"{told['kills']} ({name}), {lines_of(root / 'killed')} steps written", file=sys.stderr, flush=True)
     finish(line)
-    found += differences(root / "whole", root / "killed")
+    told["different"] += differences(root / "whole", root / "killed")
+    told["runs_compared"] += 1
     left = [str(p.relative_to(root)) for p in (root / "killed").rglob("*") if "tmp" in p.name or "writing" in p.name]
-    told = {"kills": done, "runs_compared": runs, "steps": asked.steps, "different": found, "left_behind": left}
-    print(json.dumps(told))
-    return 1 if found or left else 0
+    print(json.dumps({**told, "steps": asked.steps, "left_behind": left}))
+    return 1 if told["different"] or left else 0
 
 
 if __name__ == "__main__":
