@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rstar2_jax.data import sources
-from rstar2_jax.report import intervals
+from rstar2_jax.report import evaluation, intervals
 from rstar2_jax.types import CallStatus, Group, Trajectory, Verdict
 
 _NOT_VALID = (CallStatus.PARSE_ERROR, CallStatus.UNKNOWN_TOOL)
@@ -70,9 +70,10 @@ def describe(groups: Sequence[Group], seed: int = 0) -> dict[str, Any]:
     """The fields that many samples add to an entry of evaluation.json.
 
     `problems`; `pass_at`, `maj_at` by k as text (powers of two up to the samples of most problems, and maj at all of
-    them); `ci95` of accuracy, from the bootstrap over problems, where a problem has several samples; `format`: calls
-    that name a tool on offer in readable JSON over all calls, episodes that end in a closed answer over all, and those
-    with exactly one answer block; `stops` and `statuses` by kind; `tokens` sampled, quantiles.
+    them); `ci95` of accuracy where a problem has several samples, from the bootstrap over problems (Wilson's interval
+    over problems where all or none are solved); `format`: calls that name a tool on offer in readable JSON over all
+    calls, episodes that end in a closed answer over all, and those with exactly one answer block; `stops` and
+    `statuses` by kind; `tokens` sampled, quantiles.
 
     Args:
         groups: graded samples of each problem, one group a problem id.
@@ -88,9 +89,16 @@ def describe(groups: Sequence[Group], seed: int = 0) -> dict[str, Any]:
     counts = [(len(ts), sum(t.verdict is Verdict.CORRECT for t in ts)) for ts in scored]
     told: dict[str, Any] = {"problems": len(scored), **_passes(counts), "maj_at": _majorities(scored)}
     if any(n > 1 for n, _ in counts):
-        told["ci95"] = list(intervals.over_problems([c / n for n, c in counts], seed))
+        told["ci95"] = list(_interval([c / n for n, c in counts], seed))
     everything = [t for ts in scored for t in ts]
     return {**told, "format": _format(groups), **_shape(everything)}
+
+
+def _interval(shares: Sequence[float], seed: int) -> tuple[float, float]:
+    """The bootstrap over problems; Wilson's where all or none are solved: every draw then gives the same number."""
+    if set(shares) <= {0.0} or set(shares) <= {1.0}:
+        return evaluation.wilson(round(sum(shares)), len(shares))
+    return intervals.over_problems(shares, seed)
 
 
 def _passes(counts: Sequence[tuple[int, int]]) -> dict[str, Any]:

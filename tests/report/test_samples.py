@@ -95,6 +95,12 @@ def test_the_interval_is_over_problems_not_over_answers():
     assert 0.15 <= low <= 0.25 and 0.75 <= high <= 0.85
 
 
+@pytest.mark.parametrize(("verdict", "low", "high"), [(V.WRONG, 0, 0.2775), (V.CORRECT, 0.7225, 1)])
+def test_problems_that_are_all_or_never_solved_still_leave_room_for_chance(verdict, low, high):
+    groups = [group(f"p{i}", *[(verdict, "3")] * 4) for i in range(10)]
+    assert samples.describe(groups)["ci95"] == pytest.approx([low, high], abs=5e-5)
+
+
 def test_format_skill_is_read_from_statuses_and_penalties():
     bad, unknown, infra = CallStatus.PARSE_ERROR, CallStatus.UNKNOWN_TOOL, CallStatus.INFRA
     one = group(
