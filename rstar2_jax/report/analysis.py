@@ -195,12 +195,15 @@ def _batch(rows: Sequence[np.ndarray], length: int) -> TrainBatch:
 def _write(folder: Path, numbers: dict[str, Any], readings: list) -> None:
     out = folder / FOLDER
     out.mkdir(exist_ok=True)
-    sets = evaluation.read_evaluation(folder)["sets"] if _is_evaluation(folder) else []
-    drawn = _draw(numbers["curves"], [entry["set"] for entry in sets])
+    told = evaluation.read_evaluation(folder)["sets"] if _is_evaluation(folder) else []
+    sets = [entry["set"] for entry in told]
+    drawn = _draw(numbers["curves"], sets)
     (out / "curves.png").write_bytes(drawn)
     (out / "analysis.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    asked = ", ".join(sets[step] for step in numbers["steps"]) if sets else ""
+    where = f"of {asked}" if asked else f"of steps {numbers['steps']}"
     notes = [
-        f"{numbers['trajectories']} trajectories of steps {numbers['steps']}, sampled at temperature "
+        f"{numbers['trajectories']} trajectories {where}, sampled at temperature "
         f"{numbers['temperature']:g}; {numbers['weights']}. Largest difference from the recorded log-probabilities: "
         f"{numbers['max_logprob_gap']:.2g}.",
         f"High: entropy of {numbers['high_entropy_from']:.3f} nats or more, a fifth of all sampled tokens.",

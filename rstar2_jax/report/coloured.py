@@ -128,7 +128,8 @@ def _token(token: tokens.Token, top: float) -> str:
 
 
 def _colour(entropy: float, top: float) -> str:
-    strength = 0.0 if top <= 0 else min(1.0, max(0.0, entropy / top))
+    """By the square root: most entropies are small, and one large one would leave all others white."""
+    strength = 0.0 if top <= 0 else min(1.0, max(0.0, entropy / top)) ** 0.5
     return f"background: rgba(240, 120, 20, {0.75 * strength:.2f})"
 
 

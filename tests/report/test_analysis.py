@@ -189,6 +189,6 @@ def test_the_command_prints_the_table_and_where_the_page_is(run, capsys):
 def test_colours_grow_with_entropy_and_high_tokens_are_marked():
     low, high = (tokens.Token(text="x", kind=tokens.Kind.CODE, entropy=e, logprob=-1, high=e > 1) for e in (0.5, 2.0))
     shown = [coloured._token(token, 2.0) for token in (low, high)]
-    assert "0.19)" in shown[0] and "0.75)" in shown[1]
+    assert "0.38)" in shown[0] and "0.75)" in shown[1]  # half as strong at a quarter of the entropy
     assert 'class="call"' in shown[0] and 'class="call high"' in shown[1]
     assert coloured._token(dataclasses.replace(low, text=""), 2.0) == ""
