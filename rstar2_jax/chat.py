@@ -53,6 +53,7 @@ async def _chat(
     with console.Console(0, f"{Path(run.workdir).name}: {run.init_from}") as screen:
         async with ask.open_room(run, model, task, rollout, sandbox, screen) as room:
             terminal, asked = Console(soft_wrap=True), 0
+            terminal.print("[dim]A question a line; an empty line forgets what was said; Ctrl-D leaves.[/dim]")
             messages: list[dict[str, str]] = []
             while True:
                 terminal.print("[bold]> [/bold]", end="")
@@ -98,6 +99,7 @@ def _show(terminal: Console, found: Trajectory, chat: chats.Chat) -> None:
         terminal.print(f"[dim]turn {number}:[/dim] {escape(chat.tokenizer.decode(turn.sampled_ids.tolist()))}")
         for call, result in zip(turn.calls, turn.results, strict=True):
             reply = chats.tool_reply_text(result, call, chat.tokenizer, _MOST_REPLY_TOKENS)
-            terminal.print(f"[cyan]{escape(call.name)}: {result.status.value}, {result.run_s:.2f} s[/cyan]")
+            name = call.name or "a call that cannot be read"
+            terminal.print(f"[cyan]{escape(name)}: {result.status.value}, {result.run_s:.2f} s[/cyan]")
             terminal.print(f"[yellow]{escape(reply)}[/yellow]")
     terminal.print(f"[dim]{found.stop_reason.value}, {found.num_sampled_tokens} tokens[/dim]")

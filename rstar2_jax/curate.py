@@ -122,7 +122,7 @@ async def _curate(
             screen.note(source.report)
             rows = _once(source.solved(run.seed, 0, total))
             fit, left_out = clean(rows, how, task)
-            screen.note(f"{len(fit)} of {len(rows)} problems are asked; {left_out or 'nothing'} left out")
+            screen.note(f"{len(fit)} of {len(rows)} problems are asked; left out by their text: {left_out}")
             judged = _judged(workdir / JUDGED_FILE, _identity(run, task, rollout, how))
             with watch.phase("rollout"):
                 await _ask(room, [row for row in fit if row.prompt.id not in judged], judged, workdir, screen)
@@ -229,7 +229,7 @@ def _finish(workdir: Path, how: settings.Curation, report: str, parts: tuple[Any
     _replace(workdir / f"{REPORT_FILE}.json", json.dumps(told, indent=1) + "\n")
     _replace(workdir / f"{REPORT_FILE}.md", page(told))
     _replace(workdir / PROMPTS_FILE, "".join(json.dumps(_row(row)) + "\n" for row in kept))
-    print(f"kept {len(kept)} of {len(rows)} problems; left out: {left_out or 'none'}")
+    print(f"kept {len(kept)} of {len(rows)} problems; left out: {left_out}; {workdir / REPORT_FILE}.md")
     return 0
 
 

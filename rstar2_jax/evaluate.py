@@ -101,6 +101,7 @@ async def _evaluate(
         part = workdir / (evaluation.EVALUATION_FILE + ".tmp")
         part.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(part, workdir / evaluation.EVALUATION_FILE)
+        screen.note(f"{workdir / evaluation.EVALUATION_FILE}, graded by rules {room.tier.rules.partition('+')[0]}")
     return 0
 
 
@@ -139,7 +140,9 @@ def _line(entry: dict) -> str:
     line = f"  {name:<18} {kind:<8} accuracy {accuracy}  tool {tool}  call errors {wrong}  n {entry['n']}"
     several = [f"pass@{k} {value:.3f}" for k, value in list(entry["pass_at"].items())[-1:] if k != "1"]
     several += [f"maj@{k} {value:.3f}" for k, value in entry["maj_at"].items() if k != "1"]
-    return "  ".join([line, *several])
+    names = {"valid_calls": "valid calls", "closed_answers": "closed answers", "single_answers": "single answers"}
+    kept = [f"{words} {entry['format'][key]:.2f}" for key, words in names.items() if entry["format"][key] is not None]
+    return "  ".join([line, *several, *kept])
 
 
 def _refuse_faulty(entries: Sequence[dict]) -> None:

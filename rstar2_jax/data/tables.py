@@ -49,9 +49,8 @@ class Rejects:
 
     def __str__(self) -> str:
         ordered = sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))
-        return ", ".join(
-            f"{count} x {reason} (such as {', '.join(self.examples[reason])})" for reason, count in ordered
-        )
+        told = [f"{count} x {reason} (such as {', '.join(self.examples[reason])})" for reason, count in ordered]
+        return ", ".join(told) or "none"
 
 
 def check(row: Row, columns: Columns) -> None:

@@ -164,6 +164,7 @@ def test_bad_rows_are_left_out_and_counted_by_reason_with_examples(tmp_path):
     assert report.bad.examples["problem_type is converted_proof"] == ["row 2", "row 3"]
     assert report.not_integer == 1
     assert "2 x problem_type is converted_proof (such as row 2, row 3)" in str(report)
+    assert str(tables.Rejects()) == "none"
 
 
 @pytest.mark.parametrize(
