@@ -19,7 +19,8 @@ class Fleet:
         tensor_parallel: devices of each such server; for the command lines that a dry run prints.
         replicas: without addresses: engine processes of our own to start and keep alive on this machine; 0 is one
             engine inside the trainer.
-        expected_quantile: of finished lengths that a rollout is expected to reach; 0 reserves its whole budget.
+        expected_quantile: how surely an engine's rollouts stay within its KV memory, judged by the lengths of those
+            that ended; 0 reserves the whole budget of each.
         longest_first: rollouts that have come furthest leave the queue first, instead of those that came first.
         keep_place: a rollout keeps its KV tokens while its tools run; otherwise it queues again after each turn.
         rolling: update engine by engine instead of all at once.
@@ -30,7 +31,7 @@ class Fleet:
     engines: tuple[str, ...] = ()
     tensor_parallel: int = 1
     replicas: int = 0
-    expected_quantile: float = 0.9
+    expected_quantile: float = 0.95
     longest_first: bool = False
     keep_place: bool = True
     rolling: bool = False
@@ -38,7 +39,7 @@ class Fleet:
     progress_s: float = 120.0
 
     def __post_init__(self) -> None:
-        addresses = self.addresses
+        addresses, quantile = self.addresses, self.expected_quantile
         odd = next((wrong for address in addresses if (wrong := _odd(address))), "")
         rules = [
             ("replicas", self.replicas >= 0, "must be 0 (an engine inside the trainer) or more processes"),
@@ -46,7 +47,11 @@ class Fleet:
             ("engines", len(set(addresses)) == len(addresses), "names an address twice"),
             ("engines", not odd, odd),
             ("tensor_parallel", self.tensor_parallel > 0, "must be above 0"),
-            ("expected_quantile", 0 <= self.expected_quantile <= 1, "must be in [0, 1]; 0 reserves the whole budget"),
+            (
+                "expected_quantile",
+                not quantile or 0.5 <= quantile < 1,
+                "must be 0 (reserves the whole budget) or in [0.5, 1)",
+            ),
             ("probe_s", self.probe_s >= 0, "must be 0 (never) or more"),
             ("progress_s", self.progress_s > 0, "must be above 0"),
         ]

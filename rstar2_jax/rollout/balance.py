@@ -1,9 +1,13 @@
 """Which engine takes which rollout, by free KV tokens: the scheduler's decisions as plain state without clock or I/O.
 
-An engine is given a rollout when its free KV tokens cover the prompt and what the rollout is expected to append:
+An engine is given a rollout when its memory covers what its rollouts and this one are expected to hold in the end:
 
-    need(rollout) = prompt + min(budget, max(used + margin, q-quantile of finished responses))
-    free(engine)  = capacity - sum of what its rollouts have reserved: their need when they came, and more as they grow
+    need(rollout)  = prompt + min(budget, max(expected length, used + margin))
+    peak(engine)   = sum of needs + z sqrt(sum of variances), and never more than the sum of prompt + budget
+    free(engine)   = capacity - peak(engine)
+
+with the lengths expected by lengths.py and z that of the normal distribution at `quantile`: many rollouts together
+stray less from their mean than each does, so that large engines are filled well and small ones are not over-filled.
 
 Waiting rollouts form one first-come-first-served queue: where the head fits nowhere, nobody passes it. With
 `longest_first` the head is instead one whose prompt's finished samples were longest on average; a prompt that nothing
@@ -18,51 +22,23 @@ the lower index. Affinity ends where an engine is full or down.
 Every change is an explicit call and every answer a plain value, so that the asyncio driver (pool.py) and the event
 simulation (benchmarks/scheduler_sim.py) run the same decisions.
 
-Source: rStar2-Agent paper, load-balanced rollout scheduler by KV capacity. Deviation: the expected length in place of
-the longest one, which the paper leaves open (and is what holds until enough rollouts have finished).
+Source: rStar2-Agent paper, load-balanced rollout scheduler by KV capacity. Deviation: expected lengths in place of the
+longest ones, which the paper leaves open (and which are what holds until enough rollouts have ended).
 """
 
 from __future__ import annotations
 
-import bisect
 import collections
 import dataclasses
+import math
+import statistics
 from collections.abc import Sequence
+
+from rstar2_jax.rollout import lengths
 
 _MOST_SIBLINGS = 8  # that prefer one engine: all of a long prompt's samples in one place would end late together
 _MARGIN_TOKENS = 64  # what a rollout that outgrew its expectation is expected to append still
-_MOST_LENGTHS = 4096  # finished rollouts that the estimate remembers
 _MOST_FAMILIES = 4096  # prompts whose samples' lengths are remembered: several steps' worth
-
-
-class Lengths:
-    """A running upper quantile of finished response lengths.
-
-    Args:
-        quantile: in (0, 1].
-        least: finished rollouts before the estimate is used; the short ones finish first, so few say too little.
-    """
-
-    def __init__(self, quantile: float, least: int = 32) -> None:
-        if not 0 < quantile <= 1:
-            raise ValueError(f"quantile = {quantile}: must be in (0, 1]; 1 reserves the longest length seen")
-        self._quantile, self._least = quantile, least
-        self._order: collections.deque[int] = collections.deque()
-        self._sorted: list[int] = []
-
-    def add(self, tokens: int) -> None:
-        """A rollout has ended with so many response tokens."""
-        self._order.append(tokens)
-        bisect.insort(self._sorted, tokens)
-        if len(self._order) > _MOST_LENGTHS:
-            self._sorted.pop(bisect.bisect_left(self._sorted, self._order.popleft()))
-
-    def expected(self, budget: int) -> int:
-        """Tokens to reserve for a response of at most `budget`; the budget itself until enough have ended."""
-        if len(self._sorted) < self._least:
-            return budget
-        place = min(len(self._sorted) - 1, int(self._quantile * len(self._sorted)))
-        return min(budget, self._sorted[place])
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -74,7 +50,7 @@ class Rollout:
         family: rollouts of one prompt share it.
         prompt_tokens, budget_tokens: length of the prompt, most tokens after it.
         used_tokens: appended so far.
-        reserved_tokens: KV tokens set aside for it on its engine.
+        reserved_tokens, variance: KV tokens that its engine expects it to reach, and how unsure that is.
         engine: index of the engine that holds it, None while it waits.
         home: index of the engine that held it last.
     """
@@ -85,31 +61,41 @@ class Rollout:
     budget_tokens: int
     used_tokens: int = 0
     reserved_tokens: int = 0
+    variance: float = 0.0
     engine: int | None = None
     home: int | None = None
+
+    @property
+    def longest_tokens(self) -> int:
+        """KV tokens that it holds if it uses its whole budget."""
+        return self.prompt_tokens + self.budget_tokens
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Engine:
     capacity_tokens: int
     reserved_tokens: int = 0
+    variance: float = 0.0
+    longest_tokens: int = 0
     is_up: bool = True
     rollouts: dict[str, Rollout] = dataclasses.field(default_factory=dict)
     families: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
-    def take(self, rollout: Rollout, need: int) -> None:
+    def take(self, rollout: Rollout) -> None:
         self.rollouts[rollout.name] = rollout
         self.families[rollout.family] += 1
-        self.reserve(rollout, need)
+        self.longest_tokens += rollout.longest_tokens
 
-    def reserve(self, rollout: Rollout, tokens: int) -> None:
+    def reserve(self, rollout: Rollout, tokens: int, variance: float) -> None:
         self.reserved_tokens += tokens - rollout.reserved_tokens
-        rollout.reserved_tokens = tokens
+        self.variance += variance - rollout.variance
+        rollout.reserved_tokens, rollout.variance = tokens, variance
 
     def drop(self, rollout: Rollout) -> None:
         del self.rollouts[rollout.name]
         self.families[rollout.family] -= 1
-        self.reserve(rollout, 0)
+        self.longest_tokens -= rollout.longest_tokens
+        self.reserve(rollout, 0, 0.0)
 
 
 class _FirstCome:
@@ -206,15 +192,21 @@ class Balancer:
 
     Args:
         capacities: KV tokens of each engine.
-        quantile: of finished lengths that a rollout is expected to reach; None always reserves the whole budget.
+        quantile: how surely an engine's rollouts stay below what they are expected to hold, in [0.5, 1); None reserves
+            every rollout's whole budget.
         longest_first: order the queue by expected length instead of by arrival.
     """
 
-    def __init__(self, capacities: Sequence[int], *, quantile: float | None = 0.9, longest_first: bool = False) -> None:
+    def __init__(
+        self, capacities: Sequence[int], *, quantile: float | None = None, longest_first: bool = False
+    ) -> None:
         if not capacities or min(capacities) < 1:
             raise ValueError(f"capacities = {list(capacities)}: needs at least one engine, each with KV tokens")
         self._engines = [_Engine(capacity_tokens=tokens) for tokens in capacities]
-        self._lengths = Lengths(quantile) if quantile is not None else None
+        if quantile is not None and not 0.5 <= quantile < 1:
+            raise ValueError(f"quantile = {quantile}: must be in [0.5, 1); None reserves every rollout's whole budget")
+        self._z = statistics.NormalDist().inv_cdf(quantile) if quantile is not None else 0.0
+        self._lengths = lengths.Lengths() if quantile is not None else None
         self._queue = _LongestFirst() if longest_first else _FirstCome()
         self._aside: dict[str, Rollout] = {}
 
@@ -235,13 +227,20 @@ class Balancer:
     def free(self, engine: int) -> int:
         """KV tokens of an engine that nothing is expected to use; below 0 where rollouts outgrew their expectation."""
         it = self._engines[engine]
-        return it.capacity_tokens - it.reserved_tokens
+        return it.capacity_tokens - self._peak(it.reserved_tokens, it.variance, it.longest_tokens)
 
     def need(self, rollout: Rollout) -> int:
         """KV tokens that a rollout is expected to reach."""
-        budget = rollout.budget_tokens
-        expected = self._lengths.expected(budget) if self._lengths else budget
-        return rollout.prompt_tokens + min(budget, max(expected, rollout.used_tokens + _MARGIN_TOKENS))
+        return self._expect(rollout)[0]
+
+    def _expect(self, rollout: Rollout) -> tuple[int, float]:
+        """What a rollout is expected to reach, and the variance of that."""
+        used, budget = rollout.used_tokens, rollout.budget_tokens
+        mean, variance = self._lengths.expected(used, budget) if self._lengths else (budget, 0.0)
+        return rollout.prompt_tokens + min(budget, max(math.ceil(mean), used + _MARGIN_TOKENS)), variance
+
+    def _peak(self, reserved: int, variance: float, longest: int) -> int:
+        return min(longest, reserved + math.ceil(self._z * math.sqrt(max(0.0, variance))))
 
     def able(self, rollout: Rollout) -> list[int]:
         """Indices of the engines, in service or not, that could hold a rollout if they held nothing else."""
@@ -254,8 +253,7 @@ class Balancer:
         Raises:
             ValueError: it could fit no engine, even alone.
         """
-        longest = rollout.prompt_tokens + rollout.budget_tokens
-        most = max(engine.capacity_tokens for engine in self._engines)
+        longest, most = rollout.longest_tokens, max(engine.capacity_tokens for engine in self._engines)
         if longest > most:
             raise ValueError(
                 f"rollout {rollout.name} may reach {longest} tokens, the largest engine holds {most}: lower the "
@@ -284,16 +282,16 @@ class Balancer:
                 continue
             self._queue.remove(rollout)
             rollout.engine = rollout.home = engine
-            self._engines[engine].take(rollout, self.need(rollout))
+            self._engines[engine].take(rollout)
+            self._engines[engine].reserve(rollout, *self._expect(rollout))
             placed.append((rollout, engine))
         return placed
 
     def grow(self, rollout: Rollout, used_tokens: int) -> None:
-        """A rollout has now appended so many tokens; what is set aside for it grows where it outgrows that."""
+        """A rollout has now appended so many tokens, and is expected to reach what such rollouts reach."""
         rollout.used_tokens = used_tokens
         if rollout.engine is not None:
-            least = rollout.prompt_tokens + min(rollout.budget_tokens, used_tokens + _MARGIN_TOKENS)
-            self._engines[rollout.engine].reserve(rollout, max(rollout.reserved_tokens, least))
+            self._engines[rollout.engine].reserve(rollout, *self._expect(rollout))
 
     def release(self, rollout: Rollout, *, ended: bool) -> None:
         """Take a rollout off its engine, or out of the queue.
@@ -311,6 +309,9 @@ class Balancer:
             self._queue.learn(rollout)
             if self._lengths:
                 self._lengths.add(rollout.used_tokens)
+                if self._lengths.is_due:
+                    held = (one.used_tokens for engine in self._engines for one in engine.rollouts.values())
+                    self._lengths.fit(held, rollout.budget_tokens)
 
     def take_down(self, engine: int) -> list[Rollout]:
         """Give an engine nothing more; its rollouts, taken off it, in the order of their arrival there."""
@@ -332,8 +333,15 @@ class Balancer:
         return [index for index, engine in enumerate(self._engines) if engine.is_up]
 
     def _choose(self, rollout: Rollout) -> int | None:
-        need = self.need(rollout)
-        open_to = {index: free for index in self.up if (free := self.free(index)) >= need}
+        need, variance = self._expect(rollout)
+        open_to = {}
+        for index in self.up:
+            it = self._engines[index]
+            longest = it.longest_tokens + rollout.longest_tokens
+            free = it.capacity_tokens - self._peak(it.reserved_tokens + need, it.variance + variance, longest)
+            # An empty engine takes whatever is expected to fit: waiting would not make it larger.
+            if free >= 0 or (not it.rollouts and need <= it.capacity_tokens):
+                open_to[index] = free
         if rollout.home in open_to:
             return rollout.home
 

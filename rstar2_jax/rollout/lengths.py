@@ -1,0 +1,83 @@
+"""How long a rollout is going to be, from the lengths of those that ended and of those that still run. Pure.
+
+The short ones end first, so that the lengths that ended say too little while most still run: one that runs counts as
+longer than what it has (the actuarial form of Kaplan and Meier's estimate, 1958). With `at risk` in bucket j of the
+budget those that got there, a rollout ends in it with probability
+
+    h(j) = ended(j) / (at risk(j) - running(j) / 2)            survival S(j) = product over i < j of (1 - h(i))
+
+and, T being the final length of a rollout that has u tokens,
+
+    E[T | T > u]   = u + integral of S from u on / S(u)
+    E[T^2 | T > u] = u^2 + 2 * integral of x S(x) from u on / S(u)
+
+Where nothing was seen to end S stays as it is up to the budget: what is not known is taken for long.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable
+
+import numpy as np
+
+_BUCKETS = 64
+_LEAST = 32  # rollouts that ended before their lengths say anything
+_MOST = 4096  # that are remembered
+_NEWS = 16  # a fit is due when this part of what is remembered is new
+
+
+class Lengths:
+    """Mean and variance of final lengths.
+
+    >>> lengths = Lengths()
+    >>> lengths.expected(0, 64)
+    (64.0, 0.0)
+    >>> for tokens in range(64): lengths.add(tokens)
+    >>> lengths.fit(running=[], budget=64)
+    >>> [round(number) for number in lengths.expected(0, 64)]
+    [32, 342]
+    >>> [round(number) for number in lengths.expected(32, 64)]
+    [48, 86]
+    """
+
+    def __init__(self) -> None:
+        self._ended: collections.deque[int] = collections.deque(maxlen=_MOST)
+        self._new = 0
+        self._width = 0.0
+        self._mean = self._variance = np.zeros(0)
+
+    @property
+    def is_due(self) -> bool:
+        """Enough have ended since the last fit for another one to say more."""
+        return len(self._ended) >= _LEAST and self._new * _NEWS >= len(self._ended)
+
+    def add(self, tokens: int) -> None:
+        """A rollout has ended with so many response tokens."""
+        self._ended.append(tokens)
+        self._new += 1
+
+    def fit(self, running: Iterable[int], budget: int) -> None:
+        """Estimate anew, in equal buckets of `budget`; `running`: tokens of the rollouts that run."""
+        self._new, self._width = 0, budget / _BUCKETS
+        edges = np.arange(_BUCKETS + 1) * self._width
+        ended, _ = np.histogram(np.clip(np.asarray(self._ended, float), 0, budget), edges)
+        left, _ = np.histogram(np.clip(np.asarray(list(running), float), 0, budget), edges)
+        at_risk = (ended + left)[::-1].cumsum()[::-1]
+        hazard = np.clip(ended / np.maximum(at_risk - left / 2, 0.5), 0, 1)
+        survival = np.concatenate([[1.0], np.cumprod(1 - hazard)[:-1]])
+        start, known = edges[:-1], np.maximum(survival, 1e-12)
+        area = survival * (1 - hazard / 2) * self._width  # under S, within a bucket
+        moment = 2 * (start + self._width / 2) * area
+        mean = start + area[::-1].cumsum()[::-1] / known
+        variance = np.maximum(0.0, start**2 + moment[::-1].cumsum()[::-1] / known - mean**2)
+        beyond = survival == 0  # longer than any that was seen
+        self._mean, self._variance = np.where(beyond, budget, mean), np.where(beyond, 0.0, variance)
+
+    def expected(self, used: int, budget: int) -> tuple[float, float]:
+        """Mean and variance of the final length of a rollout that has `used` tokens; the budget, without variance, as
+        long as nothing is known."""
+        if not len(self._mean) or used >= budget:
+            return float(budget), 0.0
+        bucket = min(_BUCKETS - 1, int(used / self._width))
+        return float(min(budget, max(used, self._mean[bucket]))), float(self._variance[bucket])
