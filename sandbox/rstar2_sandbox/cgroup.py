@@ -58,7 +58,7 @@ class SlotMemory:
 
     def __init__(self, name: str) -> None:
         self.works = False
-        self._limit = 0
+        self._wanted = self._limit = 0
         self._kills = 0
         try:
             parent, self._limit_file = _own_group()
@@ -84,7 +84,7 @@ class SlotMemory:
 
     def _move(self, pid: int) -> None:
         try:
-            os.makedirs(self._folder, exist_ok=True)
+            self._make()
             with open(self._file("cgroup.procs"), "w") as file:
                 file.write(str(pid))
         except ProcessLookupError:
@@ -92,8 +92,18 @@ class SlotMemory:
         except OSError:
             self.works = False
 
+    def _make(self) -> None:
+        """Have the group again where another node of this host, at its start, took it for one that was left behind."""
+        try:
+            os.mkdir(self._folder)
+        except FileExistsError:
+            return
+        self._kills = self._limit = 0
+        self.set_limit(self._wanted)
+
     def set_limit(self, limit_bytes: int) -> None:
         """Bound the group; written only when it changes."""
+        self._wanted = limit_bytes
         if self.works and limit_bytes != self._limit:
             with contextlib.suppress(OSError), open(self._file(self._limit_file), "w") as file:
                 file.write(str(limit_bytes + SLACK_BYTES))

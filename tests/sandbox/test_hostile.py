@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from rstar2_sandbox import cgroup
 from rstar2_sandbox.protocol import Execution, Limits, Status
 
 OK, ERROR, WALL, KILLED = Status.OK, Status.ERROR, Status.TIMEOUT_WALL, Status.KILLED
@@ -114,6 +115,7 @@ def test_what_reaches_out_of_the_jail_is_refused(bench, name):
 def test_three_children_share_one_memory_budget(bench):
     code = """
 import os, time
+time.sleep(0.3)  # a call is counted once it has lasted a little
 for _ in range(3):
     if os.fork() == 0:
         block = bytearray(300 * 2**20)
@@ -122,9 +124,11 @@ for _ in range(3):
 codes = sorted(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(3))
 print(codes)
 """
-    outcome = bench.run(code, limits=Limits(wall_s=10, memory_bytes=512 * 2**20))
+    bench.run("print(1)", limits=Limits(memory_bytes=512 * 2**20))
     if not bench.slot._memory.works:
         pytest.skip("control groups cannot be made here: the budget holds for each process alone")
+    cgroup.sweep(os.path.basename(bench.slot._memory._folder))  # what another node of this host does at its start
+    outcome = bench.run(code, limits=Limits(wall_s=10, memory_bytes=512 * 2**20))
     assert outcome.stdout != "[7, 7, 7]\n"
 
 
