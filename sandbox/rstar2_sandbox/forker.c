@@ -16,6 +16,7 @@
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -189,9 +190,10 @@ struct reply *rstar2_prepare(const struct fence *fence) {
     return confined ? &the_reply : NULL;
 }
 
-/* Serve calls. Returns the kind of the call in each child, confined; WIPE in the keeper when the folders are not as
-   at first (the caller wipes them and sends the answer); GONE when the parent has gone, or when a child could not be made
-   or confined: then nothing ran, and the keeper ends, which the parent takes for a fault of ours. */
+/* Serve calls. Returns in each child, confined, the kind of the call and above its 8 bits the size of its source; WIPE
+   in the keeper when the folders are not as at first (the caller wipes them and sends the answer); GONE when the parent
+   has gone, or when a child could not be made or confined: then nothing ran, and the keeper ends, which the parent takes
+   for a fault of ours. */
 int rstar2_serve(void) {
     const struct fence *fence = &the_fence;
     struct reply *reply = &the_reply;
@@ -210,7 +212,8 @@ int rstar2_serve(void) {
             if (confine(fence, &request, fds)) _exit(1);
             *confined = 1;
             munmap((void *)confined, 4096);
-            return request.kind;
+            struct stat source;
+            return request.kind | (fstat(3, &source) ? 0 : (int)source.st_size << 8);
         }
         if (pid < 0) return GONE;
         for (int n = 0; n < 4; n++) close(fds[n]);

@@ -44,7 +44,8 @@ class Forker:
 
     def prepare(self, fence: bytes, reply_bytes: int) -> tuple[Callable[[], int], ctypes.Array[ctypes.c_char]]:
         """The loop, ready to be called (see rstar2_serve in forker.c: in a child it returns the call's kind as a
-        character's number), and where it leaves an answer that its caller is to send. Raises MemoryError."""
+        character's number, and above its 8 bits the size of the source), and where it leaves an answer that its caller
+        is to send. Raises MemoryError."""
         self._library.rstar2_prepare.restype = ctypes.c_void_p
         place = self._library.rstar2_prepare(fence)
         if not place:

@@ -83,7 +83,8 @@ def main(control_fd: int, kind: str, compiled: bool) -> None:
     library = forker.load() if compiled else None
     if library is not None:
         library.gather_arenas()
-    os.environ.pop("GLIBC_TUNABLES", None)
+    for name in ("GLIBC_TUNABLES", "LD_BIND_NOW"):
+        os.environ.pop(name, None)
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

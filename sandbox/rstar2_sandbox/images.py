@@ -31,6 +31,8 @@ ENVIRONMENT = {
 }
 # One heap that grows in large steps, instead of a mapping for each large block: each mapping is copied at each fork.
 TUNABLES = "glibc.malloc.mmap_threshold=268435456:glibc.malloc.top_pad=2097152"
+# Symbols found at the start: what is looked up at its first use, each child would look up anew.
+TUNED = {"GLIBC_TUNABLES": TUNABLES, "LD_BIND_NOW": "1"}
 
 
 class SlotError(RuntimeError):
@@ -175,7 +177,7 @@ class Image:
         with theirs:
             self._process = subprocess.Popen(
                 [self._python, "-s", "-P", script, str(theirs.fileno()), self.kind, self._variant],
-                env=ENVIRONMENT | ({"GLIBC_TUNABLES": TUNABLES} if self.compiled else {}),
+                env=ENVIRONMENT | (TUNED if self.compiled else {}),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -18,15 +18,44 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable
-from typing import TextIO
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
 
 NAME = "<tool>"
 NAMES = (NAME, "<cell ")
 EXIT_MEMORY = 86
 _FUTURE_FLAGS = 0x1FF0000
+_REHEARSED = (b"import sys\nprint(sum(n * n for n in range(9)))\n", b"def f(n):\n  return n\nf(1)", b"1 / 0")
 _MAIN = types.ModuleType("__main__")
-_STREAMS: list[TextIO] = []
+_FLUSHES: list[tuple[TextIO, Callable[[], None]]] = []
+_ACTIVE: dict[int, threading.Thread] = threading._active  # type: ignore[attr-defined]
+_AT_THREADS_END: list[Callable[[], None]] = getattr(threading, "_threading_atexits", [])
+
+
+class _Lines(list[str]):
+    """The lines of a program, made when somebody asks for them: most programs end without an error."""
+
+    __slots__ = ("text",)
+    text: str
+
+    def made(self) -> _Lines:
+        """Itself, with the lines in it."""
+        if self.text:
+            text, self.text = self.text, ""
+            self[:] = text.splitlines(keepends=True)
+        return self
+
+    def __len__(self) -> int:
+        return list.__len__(self.made())
+
+    def __getitem__(self, index: Any) -> Any:
+        return list.__getitem__(self.made(), index)
+
+    def __iter__(self) -> Iterator[str]:
+        return list.__iter__(self.made())
+
+
+_LINES = _Lines()
 
 
 def open_streams() -> None:
@@ -44,10 +73,15 @@ def open_streams() -> None:
 
 def run(source: bytes) -> int:
     """Run a program to its end, its threads and exit handlers included; return the exit code for _exit."""
+    code = 0
     try:
-        seed(source)
-        execute(source, _MAIN.__dict__, NAME)
-        code = 0
+        text = _LINES.text = source.decode("utf-8", "surrogatepass")
+        if "random" in text:  # not of bytes: there "in" takes the word for a number first, and raises
+            seed(source)
+        if _ends_with_print(text):
+            exec(compile(text, NAME, "exec", dont_inherit=True), _MAIN.__dict__)  # noqa: S102
+        else:
+            _execute(text, _MAIN.__dict__, NAME)
     except BaseException as error:
         code = _failed(error)
     return finish() or code
@@ -61,19 +95,34 @@ def prepare() -> None:
     sys.excepthook = _show
     threading.excepthook = lambda args: _show(args.exc_type, args.exc_value, args.exc_traceback)
     random.seed(0)
-    _STREAMS[:] = [sys.stdout, sys.stderr]
+    _FLUSHES[:] = [(stream, stream.flush) for stream in (sys.stdout, sys.stderr)]
+    _LINES.text = ""
+    linecache.cache[NAME] = (0, None, _LINES, NAME)
+
+
+def rehearse() -> None:
+    """Run small programs in this process, the keeper, as a child will, once its streams lead nowhere: what they have
+    the interpreter write and allocate then lies together and is written already, and a child has less to copy."""
+    before = dict(_MAIN.__dict__)
+    for program in _REHEARSED * 10:
+        run(program)
+    _MAIN.__dict__.clear()
+    _MAIN.__dict__.update(before)
+    _LINES.clear()
+    _LINES.text = ""
 
 
 def seed(source: bytes) -> None:
     """Have the global random generators start from the program's text; where it names none, they start from 0."""
-    if b"random" in source:
-        import hashlib
+    if b"random" not in source:
+        return
+    import hashlib
 
-        number = int.from_bytes(hashlib.blake2b(source, digest_size=4).digest(), "big")
-        random.seed(number)
-        numpy_random = sys.modules.get("numpy.random")
-        if numpy_random is not None:
-            numpy_random.seed(number)
+    number = int.from_bytes(hashlib.blake2b(source, digest_size=4).digest(), "big")
+    random.seed(number)
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed(number)
 
 
 def namespace() -> dict[str, object]:
@@ -85,17 +134,23 @@ def finish() -> int:
     """Wait for the program's threads, run its exit handlers, flush; the exit code that this gives."""
     code = 0
     # Both walk through much of the interpreter, which a forked child pays for page by page: only where there is a need.
-    if len(threading._active) > 1 or getattr(threading, "_threading_atexits", None):  # type: ignore[attr-defined]
+    if len(_ACTIVE) > 1 or _AT_THREADS_END:
         code = guard(threading._shutdown)  # type: ignore[attr-defined]
     if atexit._ncallbacks():
         code = guard(atexit._run_exitfuncs) or code
-    for stream in _STREAMS:
+    for stream, flush in _FLUSHES:
         try:
-            if not stream.closed:
-                stream.flush()
+            flush()
         except BaseException:  # the program's own doing: it closed the descriptor, say
-            code = 1
+            code = code if _is_closed(stream) else 1
     return code
+
+
+def _is_closed(stream: TextIO) -> bool:
+    try:
+        return stream.closed
+    except ValueError:  # without a buffer
+        return False
 
 
 def execute(source: bytes, namespace: dict[str, object], name: str) -> None:
@@ -105,8 +160,11 @@ def execute(source: bytes, namespace: dict[str, object], name: str) -> None:
         name: what tracebacks call the program; it starts with one of NAMES.
     """
     text = source.decode("utf-8", "surrogatepass")
-    lines = text.splitlines(keepends=True)
-    linecache.cache[name] = (len(text), None, lines, name)
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    _execute(text, namespace, name)
+
+
+def _execute(text: str, namespace: dict[str, object], name: str) -> None:
     if _ends_with_print(text):
         exec(compile(text, name, "exec", dont_inherit=True), namespace)  # noqa: S102
         return

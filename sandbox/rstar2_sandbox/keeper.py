@@ -70,6 +70,7 @@ class Keeper:
         """Run calls until the parent is gone."""
         _open_streams()
         jail_child.prepare()
+        jail_child.rehearse()
         gc.enable()
         if self.library is not None:
             self.library.collapse(self._ranges)
@@ -101,17 +102,16 @@ class Keeper:
         while True:
             state = serve()
             # In a child of the usual kind every name below is a local one: each page that it touches has its price.
-            if state == _RUN and not plain:
-                source = read(3, _PIECE, 0)
-                if len(source) < _PIECE:
-                    close(3)
-                    code = 1
-                    try:
-                        code = run(source)
-                    finally:
-                        leave(code)
+            if state & 255 == _RUN and not plain:
+                source = read(3, state >> 8, 0)
+                close(3)
+                code = 1
+                try:
+                    code = run(source)
+                finally:
+                    leave(code)
             if state > forker.GONE:
-                self._child(state)
+                self._child(state & 255)
             if state == forker.GONE:
                 leave(0)
             *fields, _ = REPLY.unpack(answer.raw)
