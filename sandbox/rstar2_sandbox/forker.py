@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 
 RESERVE_BYTES = 512 * 2**20
+VERSION = 2
 WIPE, GONE = 1, 2
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 
@@ -22,10 +23,13 @@ def find() -> str:
 
 
 class Forker:
-    """The loaded library. Raises OSError when it cannot be loaded (compiled for another machine, say)."""
+    """The loaded library. Raises OSError when it cannot be loaded (compiled for another machine, say), OSError or
+    AttributeError when it was compiled from an earlier source."""
 
     def __init__(self, path: str) -> None:
         self._library = ctypes.PyDLL(path)
+        if self._library.rstar2_version() != VERSION:
+            raise OSError(f"{path} is of another version: python -m rstar2_sandbox build")
         self._library.rstar2_collapse.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
 
     def gather_arenas(self) -> None:

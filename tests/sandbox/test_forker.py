@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import subprocess
 
 import pytest
 
@@ -60,6 +61,17 @@ def test_what_was_compiled_for_another_machine_is_left_out(tmp_path, monkeypatch
     assert forker.find() == "" and forker.load() is None
     (tmp_path / "_forker.so").write_bytes(b"\x7fELF of another kind")
     assert forker.find() and forker.load() is None
+
+
+def test_what_was_compiled_from_an_earlier_source_is_left_out(library, tmp_path, monkeypatch):
+    sources = "int rstar2_collapse;", "int rstar2_collapse; int rstar2_version(void) { return 1; }"
+    for number, source in enumerate(sources):
+        path = tmp_path / f"_forker{number}.so"
+        subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=source, text=True, check=True)
+        with pytest.raises((OSError, AttributeError)):
+            forker.Forker(str(path))
+    monkeypatch.setattr(forker, "FOLDER", str(tmp_path))
+    assert forker.load() is None
 
 
 def test_without_a_compiler_the_error_says_what_to_install(tmp_path, monkeypatch):
