@@ -9,7 +9,7 @@ import time
 
 from rstar2_sandbox import client, executor, jail, local, master, verify
 from rstar2_sandbox.images import GRADE, MATH, SlotError
-from rstar2_sandbox.protocol import Execution
+from rstar2_sandbox.protocol import Execution, Status
 
 CALLS = 100
 PROGRAMS = {
@@ -61,7 +61,11 @@ async def _measure(pool: executor.Executor) -> None:
             print(f"{kind:14} {error}")
     for name, code in PROGRAMS.items():
         started = time.process_time()
-        rate, child_ms = await executor.measure_rate(pool.slots[0], code, CALLS)
+        try:
+            rate, child_ms = await executor.measure_rate(pool.slots[0], code, CALLS)
+        except SlotError as error:
+            print(f"{name:28} {error}")
+            continue
         own_ms = 1000 * (time.process_time() - started) / CALLS
         print(f"{name:28} {rate:6.0f} calls/s in one slot; CPU per call: child {child_ms:.2f} ms, node {own_ms:.2f} ms")
 
@@ -73,9 +77,13 @@ async def _measure_queue(running: local.Local, name: str, code: str, calls: int)
         await caller.verify(text=r"<answer>\boxed{\sqrt{4}}</answer>", gold="2")
         await asyncio.gather(*(caller.execute(Execution(code=f"import sympy\n{code}")) for _ in range(20)))
         before, own, started = _cpu_s(running.supervisor_pid), time.process_time(), time.monotonic()
-        await asyncio.gather(*(caller.execute(Execution(code=code)) for _ in range(calls)))
+        outcomes = await asyncio.gather(*(caller.execute(Execution(code=code)) for _ in range(calls)))
         wall_s, own = time.monotonic() - started, time.process_time() - own
         spent = _cpu_s(running.supervisor_pid) - before + own
+    failed = [outcome for outcome in outcomes if outcome.status is not Status.OK]
+    if failed:
+        print(f"{name:28} through the queue: not measured: {len(failed)} of {calls} calls ended as {failed[0].status}")
+        return
     print(
         f"{name:28} {calls / wall_s:6.0f} calls/s through the queue; CPU per call: {1000 * spent / calls:.2f} ms in all"
     )

@@ -20,7 +20,7 @@ from concurrent import futures
 
 from rstar2_sandbox import cgroup, jail
 from rstar2_sandbox.images import BARE, KINDS, Image, SlotError
-from rstar2_sandbox.protocol import Execution
+from rstar2_sandbox.protocol import Execution, Status
 from rstar2_sandbox.slot import Slot
 
 THREADS = 2
@@ -171,9 +171,15 @@ def library_version(python: str) -> str:
 
 
 async def measure_rate(slot: Slot, code: str, calls: int) -> tuple[float, float]:
-    """Calls a second, and CPU milliseconds of the children for each call, of one slot running one program."""
+    """Calls a second, and CPU milliseconds of the children for each call, of one slot running one program.
+
+    Raises:
+        SlotError: the program does not run here.
+    """
     execution = Execution(code=code)
-    await slot.run(execution)
+    first = await slot.run(execution)
+    if first.status is not Status.OK:
+        raise SlotError(f"not measured: {first.status}, {first.stderr.strip().rpartition(chr(10))[2] or first.signal}")
     started, cpu_s = time.monotonic(), 0.0
     for _ in range(calls):
         cpu_s += (await slot.run(execution)).cpu_s

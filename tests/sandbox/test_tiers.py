@@ -77,3 +77,8 @@ def test_the_doctor_says_what_it_found():
     assert done.returncode == 0, done.stderr
     for word in ("redis-server", "isolation", "calls/s in one slot", "grading rules"):
         assert word in done.stdout
+
+
+def test_a_program_that_does_not_run_here_is_not_measured(bench):
+    with pytest.raises(executor.SlotError, match="not measured: error, ModuleNotFoundError"):
+        bench.runner.run(executor.measure_rate(bench.slot, "import no_such_module", 2))
