@@ -4,7 +4,7 @@ PY = $(VENV)/bin/python
 JOBS ?= 2               # test files at once
 # Files in their order: tests/e2e, whose files take minutes, come early, so that none of them is the last.
 TESTS = $(PY) -m pytest -n $(strip $(JOBS)) --dist loadfile --no-loadscope-reorder
-.PHONY: help setup box study study-hard sweep-failed box-real test unit test-long torch test-octave sglang-env test-sglang harness-env test-harness lint fuzz drills clean peers bench-step drill-resume
+.PHONY: help setup box study study-hard sweep-failed box-real test unit test-long torch test-octave sglang-env test-sglang harness-env test-harness test-hub lint fuzz drills clean peers bench-step drill-resume
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -59,6 +59,10 @@ harness-env:     ## an environment with sgl-eval and OpenAI's client (0.6 GB)
 
 test-harness: setup harness-env ## both of them against the endpoint, which a small model of its own answers
 	$(PY) -m pytest -m harness
+
+test-hub: setup  ## sets of problems and conversations through the datasets library, which it installs
+	$(PY) -m pip install -qq datasets
+	$(PY) -m pytest -q tests/data/test_catalog.py tests/data/test_talks.py
 
 lint: setup      ## ruff, import rule, pyright
 	$(PY) -m pytest -q tests/house
