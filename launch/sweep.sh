@@ -45,13 +45,16 @@ point() {  # point FOLDER SEED FLAG... : one run, its output beside it
         if flock -n "$lock"; then pin=(taskset -c "$core"); break; fi
         exec {lock}>&-
     done
-    if "${pin[@]}" "$VENV/bin/python" -m rstar2_jax.launch --workdir="$out/$folder" "${flags[@]}" \
-        >>"$out/$folder/sweep.log" 2>&1; then
-        echo "sweep: $folder done"
-    else
-        echo "sweep: $folder FAILED, see $out/$folder/sweep.log" >&2
-        touch "$out/.failed"
-    fi
+    local code=0
+    "${pin[@]}" "$VENV/bin/python" -m rstar2_jax.launch --workdir="$out/$folder" "${flags[@]}" \
+        >>"$out/$folder/sweep.log" 2>&1 || code=$?
+    case $code in
+        0) echo "sweep: $folder done" ;;
+        75) echo "sweep: $folder was stopped and has a checkpoint" >&2 ;;  # train.INTERRUPTED
+        76) echo "sweep: $folder collapsed and ended there" ;;             # train.COLLAPSED
+        *) echo "sweep: $folder FAILED, see $out/$folder/sweep.log" >&2 ;;
+    esac
+    case $code in 0 | 76) ;; *) touch "$out/.failed" ;; esac
 }
 
 walk() {  # walk AXIS_NUMBER NAME SEED FLAG... : the grid, depth first
@@ -90,4 +93,4 @@ walk() {  # walk AXIS_NUMBER NAME SEED FLAG... : the grid, depth first
 rm -f "$out/.failed"
 walk 0 "" "" "$@"
 wait
-[ ! -e "$out/.failed" ] || fail "some runs failed; mend the cause and run the same command again"
+[ ! -e "$out/.failed" ] || fail "some runs did not end; mend the cause where one failed, and run the same command again"
