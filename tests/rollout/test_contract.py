@@ -32,7 +32,7 @@ def bench(request, weights, real_servers, tmp_path_factory):
     else:
         server = real_servers.get(2 if "two" in request.param else 1)
         opener = engines.over_http(server.url, weights.store)
-        yield engines.Bench(open=opener, store=weights.store, params=weights.params, long_tokens=60)
+        yield engines.Bench(open=opener, store=weights.store, params=weights.params)
 
 
 def close_to_learner(bench, prompt, generation, version=0):
