@@ -322,6 +322,7 @@ class Learner:
         sharding: which of these axes split what.
         remat: what a layer keeps for the backward pass: `none` (all of it), `block` (its input and its attention) or
             `full` (its input alone); less memory, more seconds.
+        offload: `moments` keeps Adam's in the memory of the hosts, 8 bytes a parameter less on the devices; `none`.
         attention: `portable`, or a device's fused kernel (`aiter`, see model/fused.py).
         device: what the plan of --dry_run is held against.
     """
@@ -334,12 +335,14 @@ class Learner:
     mesh: tuple[int, int, int] = (1, 1, 1)
     sharding: Sharding = Sharding()
     remat: Literal["none", "block", "full"] = "none"
+    offload: Literal["none", "moments"] = "none"
     attention: Literal["portable", "aiter"] = "portable"
     device: Device = Device()
 
     def __post_init__(self) -> None:
         ranges.positive(self, "microbatch_rows", "row_tokens", "minibatches")
         ranges.one_of(self, "remat", ("none", "block", "full"))
+        ranges.one_of(self, "offload", ("none", "moments"))
         ranges.one_of(self, "attention", ("portable", "aiter"))
         ranges.check(
             len(self.mesh) == 3 and all(n > 0 for n in self.mesh), self, "mesh", "must be three counts above 0"

@@ -54,11 +54,24 @@ def decay_mask(params: Any) -> Any:
     return jax.tree.map(lambda leaf: len(leaf.shape) > 1, params)
 
 
-def make_optimizer(settings: settings.Optimizer, total_steps: int) -> optax.GradientTransformation:
+def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Scale down to max_norm what is longer. `update` takes the length as grad_norm, so that parameters can be updated
+    one by one; without it the length is that of what is given."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **_: Any) -> Any:
+        norm = optax.tree.norm(updates) if grad_norm is None else grad_norm
+        fits = norm < max_norm
+        return jax.tree.map(lambda g: jnp.where(fits, g, g / norm * max_norm), updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+
+
+def make_optimizer(settings: settings.Optimizer, total_steps: int) -> optax.GradientTransformationExtraArgs:
     """Clip by the global norm, then AdamW with decoupled decay at the scheduled rate.
 
     The schedule counts the updates applied to its state, in optimizer steps: with several minibatches a rollout batch,
-    total_steps and warmup_steps count each of them.
+    total_steps and warmup_steps count each of them. `update` takes grad_norm, the norm over all parameters, where it is
+    given some of them only.
 
     Args:
         settings: see settings.Optimizer.
@@ -67,7 +80,7 @@ def make_optimizer(settings: settings.Optimizer, total_steps: int) -> optax.Grad
     Source: the authors' code (decay 0.01, clip 1.0); deviation: no decay on norm scales and biases.
     """
     return optax.chain(
-        optax.clip_by_global_norm(settings.max_grad_norm),
+        _clip(settings.max_grad_norm),
         optax.adamw(
             lambda count: learning_rate(count, settings, total_steps),
             b1=settings.b1,

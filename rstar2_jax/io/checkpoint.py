@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from rstar2_jax.types import TrainState
@@ -93,7 +92,7 @@ class Checkpoints:
                 f"{_FREE_SPACE_FACTOR * size}; make room or point the workdir elsewhere"
             )
         whole = {**record, "environment": environment()}
-        args = ocp.args.Composite(state=ocp.args.StandardSave(_on_host(state)), record=ocp.args.JsonSave(whole))
+        args = ocp.args.Composite(state=ocp.args.StandardSave(_apart(state)), record=ocp.args.JsonSave(whole))
         self._run(lambda: self._manager.save(step, args=args), f"step {step} could not be saved")
 
     def restore(self, like: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
@@ -218,10 +217,15 @@ def environment() -> dict[str, Any]:
     return {"jax": jax.__version__, "python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}
 
 
-def _on_host(state: TrainState) -> TrainState:
-    """The state as it is now, whatever becomes of its buffers: on the CPU backend an array on the host is a view of the
-    device's own memory, which the next update takes over."""
-    return jax.tree.map(jnp.copy, state) if jax.default_backend() == "cpu" else state
+def _apart(state: TrainState) -> TrainState:
+    """The state as it is now, whatever becomes of its buffers: what lies on the host already, on the CPU backend or
+    beside a device, is written from where it lies, and the next update takes that over."""
+
+    def apart(leaf: jax.Array) -> jax.Array:
+        near = leaf.sharding.memory_kind in (None, "device") and jax.default_backend() != "cpu"
+        return leaf if near else jax.device_put(leaf, leaf.sharding, may_alias=False)
+
+    return jax.tree.map(apart, state)
 
 
 def _checkpoint_root(folder: str | os.PathLike[str]) -> Path:

@@ -62,7 +62,9 @@ def _remedy(plan: plans.Plan, learner: settings.Learner) -> str:
     data, fsdp, tensor = learner.mesh
     rows = learner.microbatch_rows // (data * fsdp)
     if plan.arguments > MARGIN * learner.device.memory_bytes:
-        return f"state and gradients alone take {_size(plan.arguments)}: raise fsdp in Learner.mesh = {learner.mesh}"
+        other = " or set Learner.offload = 'moments'" if learner.offload == "none" else ""
+        taken = _size(plan.arguments)
+        return f"state and gradients alone take {taken}: raise fsdp in Learner.mesh = {learner.mesh}{other}"
     if learner.remat != "full":
         return f"activations take the most: set Learner.remat = 'full' (now {learner.remat!r})"
     if rows > 1:
@@ -85,7 +87,7 @@ def lines(plan: plans.Plan, model: settings.Model, learner: settings.Learner) ->
         f"{tensor}), micro-batches of {shape}, remat {learner.remat}",
         "  bytes on a device, exact:",
         f"    parameters (float32)          {_size(plan.params):>10}",
-        f"    Adam's moments (float32)      {_size(plan.moments):>10}",
+        f"    Adam's moments (float32)      {_size(plan.moments):>10}{_away(plan)}",
         f"    sum of gradients (float32)    {_size(plan.gradients):>10}",
         f"    one micro-batch               {_size(plan.batch):>10}",
         "  temporaries, upper bound (bfloat16 is planned as float32 here):",
@@ -106,6 +108,10 @@ def lines(plan: plans.Plan, model: settings.Model, learner: settings.Learner) ->
             f"TFLOP/s, {wire:.2f} on links of {device.link_bytes_per_s / 1e9:.0f} GB/s if nothing overlaps"
         )
     return [line for line in (*page, verdict(plan, learner)) if line]
+
+
+def _away(plan: plans.Plan) -> str:
+    return f"  and {_size(plan.offloaded)} in its host's memory" if plan.offloaded else ""
 
 
 def rollout_lines(model: settings.Model, rollout: settings.Rollout, learner: settings.Learner | None) -> list[str]:

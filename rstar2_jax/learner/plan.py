@@ -28,7 +28,7 @@ from typing import Any
 import jax
 
 from rstar2_jax import settings
-from rstar2_jax.learner import hlo, objective, update
+from rstar2_jax.learner import hlo, objective, state, update
 
 CHILD_LIMIT_S = 1800.0
 
@@ -55,7 +55,8 @@ class Plan:
         devices: of the mesh.
         params, moments, gradients, batch: bytes that live through a step (float32 masters, Adam's moments, sum of
             gradients, one micro-batch).
-        micro_step, optimizer_step: bytes of temporaries while the program runs.
+        offloaded: bytes of moments that lie in the host's memory for it, and not on the device.
+        micro_step, optimizer_step: bytes of temporaries while the program runs, moments that it fetches included.
         traffic: collectives of one micro-step.
         widest: bytes of the largest single array in the micro-step, and its type and shape.
         widest_logits: the same among arrays with an axis over the vocabulary (or a device's share of it) and none over
@@ -66,6 +67,7 @@ class Plan:
     devices: int
     params: int
     moments: int
+    offloaded: int
     gradients: int
     batch: int
     micro_step: int
@@ -91,17 +93,19 @@ def measure(model: settings.Model, learner: settings.Learner) -> Plan:
     trainer = update.Learner(model, learner, objective.grpo(learner.loss), total_steps=1)
     shapes = trainer.shapes()
     micro = trainer.lower_micro_step().compile()
-    step = trainer.lower_optimizer_step().compile()
+    step, fetched = trainer.lower_optimizer_step()
+    moments, away = state.bytes_on_device(shapes.state.opt_state), learner.offload == "moments"
     text = micro.as_text() or ""
     return Plan(
         parameters=sum(leaf.size for leaf in jax.tree.leaves(shapes.state.params)),
         devices=math.prod(learner.mesh),
-        params=_bytes(shapes.state.params),
-        moments=_bytes(shapes.state.opt_state),
-        gradients=_bytes(shapes.state.params),
-        batch=_bytes(shapes.batch),
+        params=state.bytes_on_device(shapes.state.params),
+        moments=0 if away else moments,
+        offloaded=moments if away else 0,
+        gradients=state.bytes_on_device(shapes.state.params),
+        batch=state.bytes_on_device(shapes.batch),
         micro_step=_temporaries(micro),
-        optimizer_step=_temporaries(step),
+        optimizer_step=_temporaries(step.compile()) + fetched,
         traffic=_traffic(text),
         widest=_widest(text),
         widest_logits=_widest(
@@ -146,13 +150,6 @@ def in_child(model: settings.Model, learner: settings.Learner, environment: Mapp
     traffic = tuple(Traffic(**entry) for entry in values.pop("traffic"))
     widest = {name: tuple(values.pop(name)) for name in ("widest", "widest_logits")}
     return Plan(traffic=traffic, **widest, **values)
-
-
-def _bytes(tree: Any) -> int:
-    """Bytes on one device of abstract arrays that know their sharding."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
-    )
 
 
 def _temporaries(program: Any) -> int:

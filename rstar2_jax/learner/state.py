@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -11,6 +12,15 @@ import optax
 from rstar2_jax import settings
 from rstar2_jax.model import decoder, sharding
 from rstar2_jax.types import TrainState
+
+HOST = "pinned_host"  # kind of the memory beside a device, in JAX's words
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Bytes that one device, or its host for it, holds of abstract arrays that know their sharding."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+    )
 
 
 def create(params: Any, optimizer: optax.GradientTransformation, where: TrainState) -> TrainState:
@@ -33,18 +43,26 @@ def abstract(model: settings.Model, optimizer: optax.GradientTransformation, whe
     return jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, where)
 
 
-def layout(params: Any, optimizer: optax.GradientTransformation, spread: sharding.Layout) -> TrainState:
+def layout(
+    params: Any, optimizer: optax.GradientTransformation, spread: sharding.Layout, *, offload: str = "none"
+) -> TrainState:
     """Sharding of every leaf of the state: moments lie where their parameter lies, counters are replicated.
 
     Args:
         params: parameters or their shapes.
         spread: mesh and table.
+        offload: `moments` has them in the memory of the hosts, beside the devices that have their parameters.
 
     Raises:
-        ValueError: a parameter's size does not divide over the mesh (both numbers are named).
+        ValueError: a parameter's size does not divide over the mesh (both numbers are named), or the devices cannot
+            reach such memory.
     """
     replicated = jax.sharding.NamedSharding(spread.mesh, jax.sharding.PartitionSpec())
     placed = sharding.param_shardings(params, spread.mesh, spread.table)
+    kept = placed
+    if offload == "moments":
+        _require_host(spread.mesh.devices.flat[0])
+        kept = jax.tree.map(lambda where: where.with_memory_kind(HOST), placed)
     structure = jax.tree.structure(params)
 
     def like_params(node: Any) -> bool:
@@ -52,9 +70,18 @@ def layout(params: Any, optimizer: optax.GradientTransformation, spread: shardin
 
     shapes = jax.eval_shape(_birth(optimizer), params)
     moments = jax.tree.map(
-        lambda node: placed if like_params(node) else replicated, shapes.opt_state, is_leaf=like_params
+        lambda node: kept if like_params(node) else replicated, shapes.opt_state, is_leaf=like_params
     )
     return TrainState(step=replicated, params=placed, opt_state=moments)  # type: ignore[arg-type]
+
+
+def _require_host(device: jax.Device) -> None:
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    if HOST not in kinds:
+        raise ValueError(
+            f"Learner.offload = 'moments' needs devices that reach their host's memory ({HOST}), but "
+            f"{device.device_kind} offers {kinds}: set Learner.offload = 'none'"
+        )
 
 
 def _birth(optimizer: optax.GradientTransformation) -> Any:

@@ -22,7 +22,7 @@ import optax
 from rstar2_jax import settings
 from rstar2_jax.algo import correction
 from rstar2_jax.algo import optimizer as optimizers
-from rstar2_jax.learner import logprobs, state
+from rstar2_jax.learner import apply, logprobs, state
 from rstar2_jax.learner import objective as objectives
 from rstar2_jax.model import decoder, fused, sharding
 from rstar2_jax.types import TrainBatch, TrainState
@@ -64,7 +64,9 @@ class Learner:
         self._rows = sharding.batch_sharding(spread.mesh, learner.sharding)
         self._settings = learner
         self._optimizer = optimizers.make_optimizer(learner.optimizer, total_steps)
-        self._layout = state.layout(decoder.abstract_params(model), self._optimizer, spread)
+        shapes = decoder.abstract_params(model)
+        self._layout = state.layout(shapes, self._optimizer, spread, offload=learner.offload)
+        self._stream = apply.Stream(self._optimizer, self._layout) if learner.offload == "moments" else None
         self._everywhere: Any = self._layout.step  # a sharding, in the place of the step's number
         score = functools.partial(
             logprobs.token_logprobs, model, temperature=temperature, remat=learner.remat, layout=spread
@@ -77,8 +79,9 @@ class Learner:
         self._zeros = jax.jit(lambda values: jax.tree.map(jnp.zeros_like, values), out_shardings=self._layout.params)
         self._accumulate = jax.jit(functools.partial(_accumulate, loss), donate_argnums=(1, 2), out_shardings=sums)
         rate = functools.partial(optimizers.learning_rate, settings=learner.optimizer, total_steps=total_steps)
-        apply = functools.partial(_apply, self._optimizer, rate)
-        self._apply = jax.jit(apply, donate_argnums=(0,), out_shardings=(self._layout, self._layout.step))
+        self._judge = jax.jit(functools.partial(_judge, rate), out_shardings=self._layout.step)
+        everything = functools.partial(_apply, self._optimizer, rate)
+        self._apply = jax.jit(everything, donate_argnums=(0,), out_shardings=(self._layout, self._layout.step))
 
     @property
     def where(self) -> Any:
@@ -115,10 +118,14 @@ class Learner:
         s = self.shapes()
         return self._accumulate.lower(s.state.params, s.state.params, s.totals, s.batch, objectives.Anchors(), s.scale)
 
-    def lower_optimizer_step(self) -> jax.stages.Lowered:
-        """The program of the optimizer step, from shapes alone."""
+    def lower_optimizer_step(self) -> tuple[jax.stages.Lowered, int]:
+        """(program of the optimizer step, bytes of moments that it has on one device beside its arguments), from shapes
+        alone; with moments on the hosts it is the program of the largest parameter."""
         s = self.shapes()
-        return self._apply.lower(s.state, s.state.params, s.totals)
+        if self._stream is None:
+            return self._apply.lower(s.state, s.state.params, s.totals), 0
+        verdict = jax.eval_shape(self._judge, s.state, s.state.params, s.totals)[0]
+        return self._stream.lower(s.state.params, s.state.opt_state, verdict)
 
     def place(self, params: Any) -> Any:
         """Parameters laid out as the state's are."""
@@ -167,7 +174,12 @@ class Learner:
         """`update` without waiting for it: the next state is on its way, and calling the second value waits for the
         statistics. What the host does in between costs no device time."""
         gradients, totals = self.gradients(before.params, microbatches, normaliser, anchors)
-        after, told = self._apply(before, gradients, totals)
+        if self._stream is None:
+            after, told = self._apply(before, gradients, totals)
+        else:
+            verdict, step, told = self._judge(before, gradients, totals)
+            params, opt_state = self._stream.apply(before.params, gradients, before.opt_state, verdict)
+            after = TrainState(step=step, params=params, opt_state=opt_state)
         return after, lambda: {name: float(value) for name, value in jax.device_get(told).items()}
 
     def gradients(
@@ -240,26 +252,22 @@ def _accumulate(
     return jax.tree.map(jnp.add, gradients, more), correction.combine(totals, fresh)
 
 
+def _judge(
+    rate: Callable[[jax.Array], jax.Array], before: TrainState, gradients: Any, totals: objectives.Statistics
+) -> tuple[apply.Verdict, jax.Array, objectives.Statistics]:
+    verdict = apply.judge(gradients, totals["loss"])
+    lr = rate(optimizers.schedule_step(before.opt_state))
+    skipped = 1.0 - verdict.sound.astype(jnp.float32)
+    return verdict, before.step + 1, {**totals, "grad_norm": verdict.grad_norm, "lr": lr, "skipped": skipped}
+
+
 def _apply(
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     rate: Callable[[jax.Array], jax.Array],
     before: TrainState,
     gradients: Any,
     totals: objectives.Statistics,
 ) -> tuple[TrainState, objectives.Statistics]:
-    lr = rate(optimizers.schedule_step(before.opt_state))
-    grad_norm = optax.tree.norm(gradients)
-    sound = jnp.isfinite(grad_norm) & jnp.isfinite(totals["loss"])
-    clean = jax.tree.map(lambda g: jnp.where(sound, g, 0), gradients)
-    updates, opt_state = optimizer.update(clean, before.opt_state, before.params)
-    params = optax.apply_updates(before.params, updates)
-
-    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(sound, new, old)
-
-    after = TrainState(
-        step=before.step + 1,
-        params=jax.tree.map(choose, params, before.params),
-        opt_state=jax.tree.map(choose, opt_state, before.opt_state),
-    )
-    return after, {**totals, "grad_norm": grad_norm, "lr": lr, "skipped": 1.0 - sound.astype(jnp.float32)}
+    verdict, step, told = _judge(rate, before, gradients, totals)
+    params, opt_state = apply.advance(optimizer, before.params, gradients, before.opt_state, verdict)
+    return TrainState(step=step, params=params, opt_state=opt_state), told

@@ -26,10 +26,11 @@ TINY = settings.Model(
 )
 
 
-def make_state(seed: int, mesh=(1, 1, 1)):
+def make_state(seed: int, mesh=(1, 1, 1), offload="none"):
     params = decoder.init_params(TINY, jax.random.key(seed))
     transform = optimizers.make_optimizer(settings.Optimizer(lr=1e-3), 10)
-    return state.create(params, transform, state.layout(params, transform, sharding.Layout(sharding.make_mesh(mesh))))
+    spread = sharding.Layout(sharding.make_mesh(mesh))
+    return state.create(params, transform, state.layout(params, transform, spread, offload=offload))
 
 
 def save_whole(folder, step, saved, record):
@@ -125,6 +126,16 @@ def test_a_state_saved_on_one_mesh_comes_back_on_another(tmp_path, mesh):
     assert len(kernel.sharding.device_set) == mesh[0] * mesh[1] * mesh[2]
     counts = optax.tree.get_all_with_path(restored.opt_state, "count")
     assert counts and all(int(value) == 0 for _, value in counts)
+
+
+@pytest.mark.parametrize("before, after", [("moments", "moments"), ("moments", "none"), ("none", "moments")])
+def test_moments_on_the_host_are_saved_and_come_back_wherever_they_shall_be(tmp_path, before, after):
+    saved = make_state(5, (1, 2, 2), before)
+    save_whole(tmp_path, 7, saved, {})
+    _, restored, _ = checkpoint.Checkpoints(tmp_path, keep=1).restore(make_state(6, (2, 1, 2), after))
+    assert_equal(saved, restored)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(restored.opt_state) if leaf.ndim}
+    assert kinds == {"device" if after == "none" else "pinned_host"}
 
 
 def test_parameters_alone_are_read_from_a_finished_run_and_shapes_are_checked(tmp_path, caplog):

@@ -12,6 +12,7 @@ import pytest
 from rstar2_jax import hardware, settings
 from rstar2_jax.data import pack
 from rstar2_jax.learner import batch, logprobs, objective, update
+from rstar2_jax.learner import state as state_rule
 from rstar2_jax.model import decoder
 
 SIZES = settings.Model(
@@ -38,7 +39,7 @@ SEQUENCES = [sequence(seed) for seed in range(8)]
 
 
 @functools.cache
-def trainer(rows=8, mesh=(1, 1, 1), table=hardware.Sharding(), remat="none", loss=settings.Loss()):  # noqa: B008
+def trainer(rows=8, mesh=(1, 1, 1), table=hardware.Sharding(), remat="none", loss=settings.Loss(), offload="none"):  # noqa: B008
     learner = settings.Learner(
         optimizer=settings.Optimizer(lr=1e-2),
         loss=loss,
@@ -47,6 +48,7 @@ def trainer(rows=8, mesh=(1, 1, 1), table=hardware.Sharding(), remat="none", los
         mesh=mesh,
         sharding=table,
         remat=remat,
+        offload=offload,
     )
     return update.Learner(SIZES, learner, objective.grpo(loss), total_steps=10)
 
@@ -139,3 +141,28 @@ def test_lengths_of_any_kind_compile_nothing_new():
         gradients(learner, whole, 2)
         compiled = compiled or learner.compilations()
     assert learner.compilations() == compiled
+
+
+def test_moments_in_the_host_s_memory_change_nothing():
+    mesh, whole = (2, 2, 2), alone(SEQUENCES)
+    parts, trained = batch.cut(whole, 4), float(whole.loss_mask.sum())
+    anchors = [objective.Anchors(old_logprobs=part.behavior_logprobs) for part in parts]
+    broken = [part.replace(advantages=np.where(part.loss_mask, np.nan, 0).astype(np.float32)) for part in parts]
+    ends = []
+    for learner in (trainer(4, mesh), trainer(4, mesh, offload="moments")):
+        state = learner.create(PARAMS)
+        for rows in (parts, parts, broken, parts):  # the third is skipped
+            state, told = learner.update(state, rows, trained, anchors)
+        ends.append((state, told))
+    (near, first), (far, second) = ends
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7, rtol=1e-6), near, far)
+    assert second == pytest.approx(first, rel=1e-6) and first["grad_norm"] > 1 and int(far.step) == 4
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(far.opt_state) if leaf.ndim} == {"pinned_host"}
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(far.params)} == {"device"}
+    assert jax.tree.map(lambda leaf: leaf.sharding.spec, far) == jax.tree.map(lambda leaf: leaf.sharding.spec, near)
+
+
+def test_devices_that_cannot_reach_the_host_s_memory_are_refused(monkeypatch):
+    monkeypatch.setattr(state_rule, "HOST", "a memory that no device here has")
+    with pytest.raises(ValueError, match="set Learner.offload = 'none'"):
+        trainer.__wrapped__(offload="moments")

@@ -69,14 +69,24 @@ def test_the_table_of_a_mesh_says_what_its_devices_exchange(tiny):
     assert "fits: " in page and "parameters (float32)" in page and "all-gather" in page
 
 
+def test_moments_on_the_host_are_on_the_device_for_two_parameters_at_a_time(tiny):
+    how = learner(offload="moments")
+    far = plan.measure(TINY, how)
+    assert (far.moments, far.offloaded) == (0, tiny.moments)
+    assert far.arguments == tiny.arguments - tiny.moments
+    head = 4 * TINY.vocab_size * TINY.d_model // 4  # a device's share of the largest parameter
+    assert far.optimizer_step >= 2 * 2 * head and far.micro_step == pytest.approx(tiny.micro_step, rel=0.05)
+    assert "in its host's memory" in "\n".join(forecast.lines(far, TINY, how))
+
+
 def test_a_mesh_that_cannot_be_made_is_said_with_its_reason():
     with pytest.raises(plan.PlanError, match="Model.kv_heads = 2 cannot be split over 8 devices"):
         plan.in_child(TINY, learner(mesh=(1, 1, 8)), environment())
 
 
 BASE = plan.Plan(
-    parameters=10**9, devices=8, params=10**9, moments=2 * 10**9, gradients=10**9, batch=10**6, micro_step=10**9,
-    optimizer_step=10**8, traffic=(), widest=(1, "f32[1]"), widest_logits=(1, "f32[1]"),
+    parameters=10**9, devices=8, params=10**9, moments=2 * 10**9, offloaded=0, gradients=10**9, batch=10**6,
+    micro_step=10**9, optimizer_step=10**8, traffic=(), widest=(1, "f32[1]"), widest_logits=(1, "f32[1]"),
 )  # fmt: skip
 
 
@@ -85,6 +95,7 @@ BASE = plan.Plan(
     [
         ({}, {}, "fits: "),
         ({"params": 10**11, "moments": 2 * 10**11}, {}, "does not fit: .*raise fsdp in Learner.mesh"),
+        ({"params": 10**11, "moments": 2 * 10**11}, {}, "does not fit: .*or set Learner.offload = 'moments'"),
         ({"micro_step": 3 * 10**11}, {"remat": "none"}, "does not fit: .*set Learner.remat = 'full'"),
         ({"micro_step": 15 * 10**10}, {}, "does not fit safely: .*lower Learner.microbatch_rows = 8 to 4"),
         (
