@@ -58,12 +58,16 @@ def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """Scale down to max_norm what is longer. `update` takes the length as grad_norm, so that parameters can be updated
     one by one; without it the length is that of what is given."""
 
+    def init(params: Any) -> Any:
+        del params
+        return optax.EmptyState()
+
     def update(updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **_: Any) -> Any:
         norm = optax.tree.norm(updates) if grad_norm is None else grad_norm
         fits = norm < max_norm
         return jax.tree.map(lambda g: jnp.where(fits, g, g / norm * max_norm), updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def make_optimizer(settings: settings.Optimizer, total_steps: int) -> optax.GradientTransformationExtraArgs:

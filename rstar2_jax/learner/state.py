@@ -75,7 +75,7 @@ def layout(
     return TrainState(step=replicated, params=placed, opt_state=moments)  # type: ignore[arg-type]
 
 
-def _require_host(device: jax.Device) -> None:
+def _require_host(device: Any) -> None:
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     if HOST not in kinds:
         raise ValueError(

@@ -190,7 +190,23 @@ def test_memory_of_a_step_grows_by_the_same_bytes_for_each_token():
         program = update.Learner(model, how, objective.grpo(how.loss), total_steps=1).lower_micro_step()
         return program.compile().memory_analysis().temp_size_in_bytes
 
-    at = {tokens: temporaries(tokens) for tokens in (2048, 8192, 32768)}
-    early = (at[8192] - at[2048]) / (8192 - 2048)
-    late = (at[32768] - at[8192]) / (32768 - 8192)
+    assert_linear({tokens: temporaries(tokens) for tokens in (2048, 8192, 32768)})
+
+
+@pytest.mark.long
+def test_memory_of_the_paper_s_model_grows_by_the_same_bytes_for_each_token():
+    model, how, _ = configured("stage2.gin", "scale/mi300x_64.gin")
+
+    def temporaries(tokens):
+        return plan.in_child(model, dataclasses.replace(how, row_tokens=tokens), environment()).micro_step
+
+    assert_linear({tokens: temporaries(tokens) for tokens in (2048, 8192, 32768)})
+
+
+def assert_linear(at):
+    """Bytes by tokens of a row: the same growth a token from the first to the second as from there to the third."""
+    first, second, third = sorted(at)
+    early = (at[second] - at[first]) / (second - first)
+    late = (at[third] - at[second]) / (third - second)
+    print(f"temporaries {at}, bytes a token {early:,.0f} and {late:,.0f}")
     assert late == pytest.approx(early, rel=0.15), at
