@@ -58,7 +58,7 @@ harness-env:     ## an environment with sgl-eval and OpenAI's client (0.6 GB)
 	@launch/harness_env.sh
 
 test-harness: setup harness-env ## both of them against the endpoint, which a small model of its own answers
-	$(PY) -m pytest -m harness
+	$(PY) -m pytest -m harness -o faulthandler_timeout=1800
 
 test-hub: setup  ## sets of problems and conversations through the datasets library, which it installs
 	$(PY) -m pip install -qq datasets

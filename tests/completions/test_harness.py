@@ -223,7 +223,8 @@ def test_sgl_eval_reports_the_pass_at_1_of_evaluate_on_the_very_samples_of_that_
             (way, name, folder), tmp_path / "out", *ask_bare(tmp_path, problems), "--n-repeats", str(REPEATS)
         )
     assert not any(seeds.values()) and len(samples) == len(records) == evaluated[number]["n"]
-    assert metrics["aggregate"]["pass@1"] == pytest.approx(evaluated[number]["pass_at"]["1"])
+    for name in ("1", str(REPEATS)):
+        assert metrics["aggregate"][f"pass@{name}"] == pytest.approx(evaluated[number]["pass_at"][name])
     assert sorted(s["num_generated_tokens"] for s in samples) == sorted(
         r.trajectory.num_sampled_tokens for r in records
     )
