@@ -21,8 +21,7 @@ from rstar2_sandbox.jail_child import EXIT_MEMORY
 from rstar2_sandbox.protocol import SUPERSEDED, Limits, Outcome, Status
 
 KILL_GRACE_S = 10.0  # below client.GRACE_S: its caller hears of it
-READERS_AFTER_S = 0.005
-COUNT_AFTER_S = 0.015
+LASTS_AFTER_S = 0.02
 DEMOTE_AFTER_S = 0.08
 DEMOTED_NICE = 5
 FILES_EVERY_S = 0.2
@@ -70,7 +69,9 @@ class Job:
             answer = self._keeper.answer()
             for stream in self._streams:
                 stream.release()
-            self._after(min(READERS_AFTER_S, self._limits.wall_s), self._read_along)
+            self._after(min(LASTS_AFTER_S, self._limits.wall_s), self._read_along)
+            if feed.waits:
+                feed.start()
             reply = await answer
         finally:
             os.close(code_fd)
@@ -86,12 +87,9 @@ class Job:
     def _read_along(self) -> None:
         for stream in self._streams:
             stream.start()
-        self._then(self._limits.wall_s - READERS_AFTER_S, COUNT_AFTER_S, self._count)
-
-    def _count(self, left_s: float) -> None:
         if self._lasts is not None:
             self._lasts()
-        self._then(left_s, DEMOTE_AFTER_S, self._demote)
+        self._then(self._limits.wall_s - LASTS_AFTER_S, DEMOTE_AFTER_S, self._demote)
 
     def _then(self, left_s: float, wait_s: float, action: Callable[[float], None]) -> None:
         """Do something in a while, unless the limit comes first."""
@@ -206,6 +204,11 @@ class Feed:
         if not self._data:
             os.close(self._fd)
             self._fd = -1
+
+    @property
+    def waits(self) -> bool:
+        """True while not all of it is in the pipe."""
+        return self._fd >= 0
 
     def release(self) -> None:
         """Close the child's end here: the child has its own."""

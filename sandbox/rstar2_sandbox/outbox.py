@@ -15,8 +15,9 @@ from typing import Any
 from rstar2_sandbox import keys, protocol
 from rstar2_sandbox.protocol import Call, Outcome, Verification
 
-GATHER_S, GATHER_BUSY_S = 0.003, 0.012
+GATHER_S, GATHER_BUSY_S, GATHER_FULL_S = 0.003, 0.012, 0.05
 BUSY_CALLS = 32
+FULL_CALLS = 8  # unanswered ones for each slot of the cluster: another one would only wait there
 WINDOW_CALLS = 8192
 WINDOW_BYTES = 128 * 2**20
 
@@ -91,7 +92,7 @@ class Outbox:
         while True:
             await self._wake.wait()
             if len(self._unsent) < protocol.BATCH_CALLS:
-                await asyncio.sleep(GATHER_BUSY_S if self.flying > BUSY_CALLS else GATHER_S)
+                await asyncio.sleep(self._gather_s)
             self._wake.clear()
             batch = []
             calls, size = self.flying, self.flying_bytes
@@ -103,6 +104,12 @@ class Outbox:
                     size += pending.size
             if batch:
                 return batch
+
+    @property
+    def _gather_s(self) -> float:
+        if self.flying <= BUSY_CALLS:
+            return GATHER_S
+        return GATHER_FULL_S if self.flying > FULL_CALLS * self.capacity else GATHER_BUSY_S
 
     def put_back(self, batch: list[Pending]) -> None:
         """A batch could not be written: it is the next one."""

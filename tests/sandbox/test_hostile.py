@@ -52,8 +52,8 @@ STATUSES = {
 def test_a_bad_program_gets_the_status_it_earned(bench, name):
     code, status, stderr = STATUSES[name]
     started = time.monotonic()
-    outcome = bench.run(code, limits=Limits(wall_s=0.6 if status is WALL else 4.0))
-    assert time.monotonic() - started < 5
+    outcome = bench.run(code, limits=Limits(wall_s=0.6 if status is WALL else 12.0))
+    assert time.monotonic() - started < 15
     assert status is None or outcome.status is status
     assert outcome.status is not Status.INFRA
     assert stderr is None or outcome.stderr == stderr
