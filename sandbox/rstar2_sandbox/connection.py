@@ -30,7 +30,7 @@ def connect(redis_url: str) -> Any:
     )
 
 
-async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks until each has ended.
 
     Once is not enough: on Python 3.11 a cancellation that arrives while a time-out of its own ends inside the task can

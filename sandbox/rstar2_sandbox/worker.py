@@ -349,7 +349,7 @@ class Node:
         if examined.ask and not self._executor.missing.get(GRADE):
             outcome = await slot.grade(*examined.ask)
             if outcome.status is Status.REJECTED:  # killed with its epoch: silence of ours, and no verdict
-                return infra_result(call, protocol.SUPERSEDED)
+                return Verification(verdict=protocol.Verdict.INFRA, reason=protocol.SUPERSEDED)
             note = outcome.status.value if outcome.status is not Status.OK else ""
             library = outcome.stdout == "true" if not note else None
         return verify.conclude(examined, library, note, time.monotonic() - started, self._rules)
