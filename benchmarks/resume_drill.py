@@ -19,6 +19,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -37,7 +38,7 @@ RL = ("Rollout.prompts_per_step=4", "Rollout.oversample=8", "Rollout.group_size=
       "Roc.max_refills=2", "Optimizer.lr=2e-3", "Run.save_every_steps=2")  # fmt: skip
 TIMINGS = {"queue_s", "run_s"}
 UNFINISHED = 75  # EX_TEMPFAIL: out of minutes
-MACHINE = ("time/", "disk/", "guard/disk")  # metrics of the machine, not of the run
+MACHINE = re.compile(r"(time|disk|guard/disk)\b|.*_s$")  # metrics of the machine or in seconds, not of the run
 
 
 def command(file: str, workdir: pathlib.Path, steps: int, *bindings: str) -> list[str]:
@@ -169,7 +170,7 @@ def differences(left: pathlib.Path, right: pathlib.Path) -> list[str]:
         found.append("trajectories")
     first, second = metrics.read_metrics(left), metrics.read_metrics(right)
     for name in first:
-        if not name.startswith(MACHINE) and not np.array_equal(first[name], second[name], equal_nan=True):
+        if not MACHINE.match(name) and not np.array_equal(first[name], second[name], equal_nan=True):
             found.append(name)
     return found
 
