@@ -57,7 +57,7 @@ def test_a_node_refuses_counts_that_would_serve_nobody(monkeypatch):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives slots user ids of their own")
 def test_user_ids_that_somebody_has_are_refused_before_anything_of_theirs_is_killed():
-    with subprocess.Popen(["sleep", "60"], preexec_fn=lambda: os.setuid(65534)) as bystander:
+    with subprocess.Popen(["sleep", "60"], user=65534) as bystander:
         pool = executor.Executor(1, executor.Settings(uid_base=65533))
         with pytest.raises(ValueError, match="nobody"):
             asyncio.run(pool.start())
