@@ -170,13 +170,13 @@ def _traffic(text: str) -> tuple[Traffic, ...]:
 
 
 def _widest(text: str, axes: tuple[int, ...] = (), without: tuple[int, ...] = ()) -> tuple[int, str]:
-    """The largest array, of those with one of these axes if there are any, and with none of the others."""
-    arrays = [
-        (kind, dims)
-        for kind, dims in hlo.array_sizes(text)
-        if (not axes or set(axes) & set(dims)) and not set(without) & set(dims)
-    ]
-    return max((hlo.byte_size(kind, dims), f"{kind}{list(dims)}") for kind, dims in arrays)
+    """The largest array, of those with one of these axes if there are any, and with none of the others.
+
+    Where that leaves none (a chunk of as many tokens as the model is wide looks like the head), the others count too.
+    """
+    arrays = [(kind, dims) for kind, dims in hlo.array_sizes(text) if not axes or set(axes) & set(dims)]
+    left = [(kind, dims) for kind, dims in arrays if not set(without) & set(dims)]
+    return max((hlo.byte_size(kind, dims), f"{kind}{list(dims)}") for kind, dims in left or arrays)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,13 @@ def test_moments_on_the_host_are_on_the_device_for_two_parameters_at_a_time(tiny
     assert "in its host's memory" in "\n".join(forecast.lines(far, TINY, how))
 
 
+def test_a_chunk_of_as_many_tokens_as_the_model_is_wide_is_still_found_among_the_logits():
+    chunk, head, states = "%a = f32[4096,18992] exp(", "%b = bf16[18992,4096] convert(", "%c = f32[8,14336,4096] add("
+    widest = plan._widest("\n".join([chunk, head, states]), (151936, 18992), (4096,))
+    assert widest == (4 * 4096 * 18992, "f32[4096, 18992]")
+    assert plan._widest("\n".join(["%d = f32[512,18992] exp(", head]), (18992,), (4096,))[1] == "f32[512, 18992]"
+
+
 def test_a_mesh_that_cannot_be_made_is_said_with_its_reason():
     with pytest.raises(plan.PlanError, match="Model.kv_heads = 2 cannot be split over 8 devices"):
         plan.in_child(TINY, learner(mesh=(1, 1, 8)), environment())
