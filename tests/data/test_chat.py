@@ -98,7 +98,7 @@ def test_the_full_template_states_the_protocol_and_the_tools():
 def test_what_is_asked_for_fits_sets_whose_answers_are_no_integers():
     assert not all(known.integers_only for known in catalog.PUBLISHED.values())
     _, instruction = chats.wording(files.read_template("rstar2"))
-    assert "one exact value" in instruction and "must be one integer" not in instruction
+    assert "must be exact" in instruction and "must be one integer" not in instruction
 
 
 def test_the_small_template_holds_the_question_alone():
