@@ -201,6 +201,7 @@ def test_a_run_function_that_returns_no_exit_code_is_an_error(place):
     assert done.returncode == 1 and "returns its exit code as int, got None" in done.stderr
 
 
+@pytest.mark.long  # it plans what tests/learner/test_plan.py plans
 def test_the_commands_that_readme_shows_parse():
     repository = pathlib.Path(__file__).parents[2]
     text = (repository / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
