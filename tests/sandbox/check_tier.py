@@ -6,6 +6,7 @@ A program of its own, run on an interpreter that every user can read, as root or
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -38,15 +39,29 @@ print('parent')
 """
 
 
-def strays():
-    """Processes of any user that still sleep in the stray program."""
-    found = 0
+def parents():
+    """Parent of each process: {pid: pid}."""
+    found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/wchan") as wait, open(f"/proc/{name}/cmdline") as line:
-                found += "nanosleep" in wait.read() and "image.py" in line.read()
-        except OSError:
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as stat:
+            found[int(name)] = int(stat.read().rpartition(")")[2].split()[1])
+    return found
+
+
+def strays():
+    """Processes of any user that still sleep in the stray program: below this one, or left to init.
+
+    Others that run at the same time have jails too, whose programs may sleep.
+    """
+    parent, found = parents(), 0
+    for pid in parent:
+        above, at = [], pid
+        while at := parent.get(at, 0):
+            above.append(at)
+        if os.getpid() not in above and above != [1]:
             continue
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan") as wait, open(f"/proc/{pid}/cmdline") as line:
+            found += "nanosleep" in wait.read() and "image.py" in line.read()
     return found
 
 
