@@ -34,6 +34,7 @@ TINY = (
     "Roc.max_refills=2",
     "Run.save_every_steps=2",
     "Demonstrations.tool_share=0.9",
+    "Demonstrations.count=4000",
     "Optimizer.lr=2e-3",
     "HELD_OUT_EVERY=2",
     "HELD_OUT_PROBLEMS=6",
@@ -42,9 +43,8 @@ TINY = (
 
 def command(file, workdir, *bindings, steps=STEPS, overlays=()):
     files = [f"--gin_file={name}" for name in (file, "model/box.gin", "scale/box.gin", *overlays)]
-    wanted = list(TINY) if file != "sft.gin" else [b for b in TINY if not b.startswith(("Rollout", "Roc", "HELD_OUT"))]
-    if file != "sft.gin":
-        wanted = [b for b in wanted if not b.startswith("Demonstrations")]
+    other = ("Demonstrations",) if file != "sft.gin" else ("Rollout", "Roc", "HELD_OUT", "Run")
+    wanted = [text for text in TINY if not text.startswith(other)]
     pairs = [f"--gin_bindings={text}" for text in (*wanted, *bindings)]
     return [sys.executable, "-m", "rstar2_jax.launch", *files, f"--workdir={workdir}", f"--steps={steps}", *pairs]
 

@@ -19,7 +19,8 @@ from rstar2_jax.io import checkpoint, metrics
 pytestmark = pytest.mark.e2e
 
 FILES = [f"--gin_file={name}" for name in ("sft.gin", "model/box.gin", "scale/box.gin")]
-SMALL = ("Model.d_model=32", "Model.d_mlp=64", "Model.layers=1", "Demonstrations.count=256", "Run.save_every_steps=2")
+SMALL = ("Model.d_model=32", "Model.d_mlp=64", "Model.layers=1", "Demonstrations.count=256", "Run.save_every_steps=2",
+         "Optimizer.schedule='constant'")  # fmt: skip
 
 
 def environment(devices, **more):
@@ -58,6 +59,7 @@ def test_fine_tuning_over_two_processes_gives_the_run_of_one_and_goes_on_from_it
         return [*launch, f"--workdir={tmp_path / name}", f"--steps={steps}"]
 
     start(line("one", 4), devices=2, processes=1)
+    start(line("two", 2), devices=2, processes=2)
     first, second = start(line("two", 4), devices=2, processes=2)
     assert "step" in first and "step" not in second.replace("demonstrations", "")
     alone, together = metrics.read_metrics(tmp_path / "one"), metrics.read_metrics(tmp_path / "two")
@@ -83,7 +85,8 @@ def test_reinforcement_learning_over_two_processes_gives_the_run_of_one(tmp_path
     ]
     fine_tuned = tmp_path / "sft"
     launch = [sys.executable, "-m", "rstar2_jax.launch"]
-    tuning = [*FILES, *(f"--gin_bindings={text}" for text in (*sizes, "Demonstrations.tool_share=0.9"))]
+    taught = ("Demonstrations.tool_share=0.9", "Demonstrations.count=4000")
+    tuning = [*FILES, *(f"--gin_bindings={text}" for text in (*sizes, *taught))]
     start([*launch, *tuning, f"--workdir={fine_tuned}", "--steps=120"], devices=1, processes=1)
     for name, processes in (("one", 1), ("two", 2)):
         bound = [*sizes, *rollouts, f"Run.init_from='{fine_tuned}'", "Learner.mesh=(1, 2, 1)"]
