@@ -114,7 +114,7 @@ def test_the_gradient_of_the_supervised_objective_is_that_of_cross_entropy():
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.tokens[:, 1:, None], axis=-1)[..., 0]
         return -(picked * batch.loss_mask[:, 1:]).sum() / batch.loss_mask.sum()
 
-    value, gradient = jax.value_and_grad(cross_entropy)(params)
+    value, gradient = jax.jit(jax.value_and_grad(cross_entropy))(params)
     _, said = told.update(told.create(params), [batch], float(batch.loss_mask.sum()))
     assert said["loss"] == pytest.approx(float(value), abs=1e-5)
     norm = float(jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient))))

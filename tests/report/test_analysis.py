@@ -113,16 +113,20 @@ def run(sampled, tmp_path):
 def test_entropies_are_those_of_the_policy_that_sampled(run, sampled):
     numbers = analysis.analyse(run, step=0)
     assert numbers["max_logprob_gap"] < 1e-4 and "the weights that sampled them (version 0)" in numbers["weights"]
-    params = decoder.init_params(MODEL, jax.random.key(0))
-    model = decoder.Decoder(MODEL)
+    variables, model, width = {"params": decoder.init_params(MODEL, jax.random.key(0))}, decoder.Decoder(MODEL), 200
+
+    @jax.jit
+    def table(row, length):
+        at = np.arange(width)[None]
+        hidden = model.apply(variables, row[None], at, (at < length).astype(np.int32))
+        return model.apply(variables, hidden, method=decoder.Decoder.logits)[0]
+
     plain = []
     for record in sampled[1][:4]:
         trajectory = record.trajectory
-        row = np.concatenate([trajectory.prompt_ids, trajectory.turns[0].token_ids])[None]
-        at = np.arange(row.shape[1], dtype=np.int32)[None]
-        hidden = model.apply({"params": params}, row, at, np.ones_like(row))
-        logits = np.asarray(model.apply({"params": params}, hidden, method=decoder.Decoder.logits))[0]
-        for place in range(len(trajectory.prompt_ids), row.shape[1]):
+        row = np.concatenate([trajectory.prompt_ids, trajectory.turns[0].token_ids])
+        logits = np.asarray(table(np.pad(row, (0, width - len(row))), len(row)))
+        for place in range(len(trajectory.prompt_ids), len(row)):
             scaled = logits[place - 1].astype(np.float64) / ROLLOUT.temperature
             p = np.exp(scaled - scaled.max())
             p /= p.sum()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -71,14 +72,21 @@ async def generate_all(engine, requests):
     return await asyncio.gather(*(engine.generate(r) for r in requests))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def whole_row_table(model, params, row, length):
+    """[positions, vocab]: log-probabilities of what follows each id of a row that ends after `length` ids."""
+    places = np.arange(len(row))[None]
+    module, variables = decoder.Decoder(model), {"params": params}
+    hidden = module.apply(variables, row[None], places, (places < length).astype(np.int32))
+    return jax.nn.log_softmax(module.apply(variables, hidden, method=decoder.Decoder.logits)[0])
+
+
 def whole_row_logprobs(model, params, prompt, sampled):
     """Log-probability of each sampled id as the learner computes it."""
-    row = np.array([[*prompt, *sampled]], np.int32)
-    places = np.arange(row.shape[1])[None]
-    module, variables = decoder.Decoder(model), {"params": params}
-    hidden = module.apply(variables, row, places, np.ones_like(row))
-    table = jax.nn.log_softmax(module.apply(variables, hidden, method=decoder.Decoder.logits)[0])
-    return np.asarray(table)[np.arange(len(prompt) - 1, row.shape[1] - 1), row[0, len(prompt) :]]
+    row, length = np.zeros(model.max_positions, np.int32), len(prompt) + len(sampled)
+    row[:length] = [*prompt, *sampled]
+    table = whole_row_table(model, params, row, length)
+    return np.asarray(table)[np.arange(len(prompt) - 1, length - 1), row[len(prompt) : length]]
 
 
 @pytest.mark.parametrize("context", [256, 512], ids=["in windows", "page by page"])
