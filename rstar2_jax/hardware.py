@@ -51,12 +51,16 @@ class Device:
         memory_bytes: its own memory.
         flops: peak floating-point operations a second in the compute dtype.
         memory_bytes_per_s: bandwidth of its memory.
-        link_bytes_per_s: bandwidth of its slowest link to the others.
+        node_devices: devices of a node; they lie in the mesh one after another.
+        node_bytes_per_s: what one device sends to the others of its node, over all links together.
+        link_bytes_per_s: what one device sends to other nodes: the bandwidth of its own network card.
     """
 
     memory_bytes: float = 0.0
     flops: float = 0.0
     memory_bytes_per_s: float = 0.0
+    node_devices: int = 0
+    node_bytes_per_s: float = 0.0
     link_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:

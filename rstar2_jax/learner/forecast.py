@@ -5,23 +5,26 @@ Floating-point work is counted from the sizes, in multiples of 2 for a product a
     head of a token      2 * d_model * vocab_size
     training             3 forwards of both, one more of the layers with remat, one more of the head (logits again)
 
-Seconds of communication are not overlapped with work here; on devices most of them are. Decoding reads the weights once
-for each batch of tokens and the keys and values of each context: its roofline is the memory's bandwidth.
+Seconds of communication are not overlapped with work here; on devices most of them are. What is sent inside a node
+goes at the rate of its links. A group over several nodes has the network cards of all its members: in a ring over n
+nodes with m members each, m cards carry what passes between two nodes, so that each member sends at m times the rate
+of one card, or at that of the node's links where this is less. Decoding reads the weights once for each batch of
+tokens and the keys and values of each context: its roofline is the memory's bandwidth.
 
 Deliberately not here: compiling (plan.py).
 """
 
 from __future__ import annotations
 
+import collections
 import math
 
-from rstar2_jax import settings
+from rstar2_jax import hardware, settings
 from rstar2_jax.learner import plan as plans
 
 EFFICIENCY = 0.4  # share of the peak rate that training reaches
 ENGINE_SHARE = 0.9  # of a device's memory that an engine may fill
 MARGIN = 0.75  # of a device's memory that a plan may fill: what is not counted needs the rest
-_TRAVELS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "collective-permute": 1}
 
 
 def kernel_entries(model: settings.Model) -> int:
@@ -98,16 +101,39 @@ def lines(plan: plans.Plan, model: settings.Model, learner: settings.Learner) ->
         f"  work of a full micro-step       {flops / 1e15:>10.3f} PFLOP, {flops / 1e15 / plan.devices:.4f} a device",
         "  collectives, in float32 where the device would send bfloat16:",
     ]
-    page += [f"    {one.kind:<29} {one.count:>6} x, {_size(one.size)} a device" for one in plan.traffic]
     device = learner.device
+    for one in plan.traffic:
+        nodes, _ = _spread(one, device)
+        where = f" of {nodes} node{'s' if nodes > 1 else ''}" if device.flops else ""
+        told = f"{one.count:>6} x, {_size(one.size)} a device among {len(one.groups[0])}{where}"
+        page.append(f"    {one.kind:<29} {told}")
     if device.flops:
         work = flops / plan.devices / device.flops / EFFICIENCY
-        wire = sum(_TRAVELS[one.kind] * one.size for one in plan.traffic) / device.link_bytes_per_s
+        inside, between = wire_seconds(plan, device)
         page.append(
             f"  seconds of a full micro-step    {work:>10.2f} at {EFFICIENCY:.0%} of {device.flops / 1e12:.0f} "
-            f"TFLOP/s, {wire:.2f} on links of {device.link_bytes_per_s / 1e9:.0f} GB/s if nothing overlaps"
+            f"TFLOP/s; if nothing overlaps {inside:.2f} inside nodes at {device.node_bytes_per_s / 1e9:.0f} GB/s, "
+            f"{between:.2f} between them at {device.link_bytes_per_s / 1e9:.0f} a card"
         )
     return [line for line in (*page, verdict(plan, learner)) if line]
+
+
+def wire_seconds(plan: plans.Plan, device: hardware.Device) -> tuple[float, float]:
+    """Seconds that the collectives of a micro-step take inside nodes, and between nodes; the device must be known."""
+    inside = between = 0.0
+    for one in plan.traffic:
+        nodes, members = _spread(one, device)
+        if nodes == 1:
+            inside += one.sent / device.node_bytes_per_s
+        else:
+            between += one.sent / min(device.node_bytes_per_s, members * device.link_bytes_per_s)
+    return inside, between
+
+
+def _spread(traffic: plans.Traffic, device: hardware.Device) -> tuple[int, int]:
+    """(nodes, fewest members in one of them) of the group that is spread the widest."""
+    split = [collections.Counter(place // max(device.node_devices, 1) for place in group) for group in traffic.groups]
+    return max(((len(nodes), min(nodes.values())) for nodes in split), key=lambda found: (found[0], -found[1]))
 
 
 def _away(plan: plans.Plan) -> str:

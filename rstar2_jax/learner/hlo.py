@@ -1,4 +1,4 @@
-"""What a compiled program communicates: collectives by kind, how often they run and how many bytes they give.
+"""What a compiled program communicates: collectives by kind, among whom, how often they run, how many bytes they give.
 
 Reads the text of a compiled module. A collective inside a loop counts as often as the loop runs, where the compiler
 knows that; a loop whose count it does not know counts once and is reported.
@@ -13,6 +13,9 @@ import math
 import re
 from collections.abc import Iterator
 
+import numpy as np
+
+Groups = tuple[tuple[int, ...], ...]
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4,
           "s64": 8, "u64": 8, "f64": 8}  # fmt: skip
@@ -22,16 +25,38 @@ _CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?(
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _LOOP = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_LISTED = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})\}")
+_COUNTED = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_DEVICES = re.compile(r"num_partitions=(\d+)")
+_PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{} ]*\})\}")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of the program: its kind, bytes of its result on one device, how often it runs in one call."""
+    """One collective of the program.
+
+    Args:
+        kind: one of KINDS.
+        size: bytes of its result on one device.
+        times: how often it runs in one call.
+        groups: places in the mesh, flat, of the devices that exchange with each other; of a permutation its pairs of
+            sender and receiver.
+    """
 
     kind: str
     size: int
     times: int
+    groups: Groups
+
+    @property
+    def sent(self) -> float:
+        """Bytes that one of n devices sends in one run, in rings: of a result of S bytes S (n - 1) / n to gather or to
+        exchange all with all, twice that for a sum, S (n - 1) for a sum of which each keeps its part, S in a pair."""
+        n = len(self.groups[0])
+        if self.kind == "collective-permute":
+            return float(self.size)
+        return self.size * {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1.0}.get(self.kind, (n - 1) / n)
 
 
 def collectives(text: str) -> list[Collective]:
@@ -46,7 +71,8 @@ def collectives(text: str) -> list[Collective]:
     bodies, entry = _computations(text)
     if entry is None:
         raise ValueError("no ENTRY computation: pass the text of a compiled module")
-    return list(_walk(bodies, entry, 1))
+    devices = _DEVICES.search(text)
+    return list(_walk(bodies, entry, 1, (tuple(range(int(devices[1]) if devices else 1)),)))
 
 
 def array_sizes(text: str) -> set[tuple[str, tuple[int, ...]]]:
@@ -69,21 +95,35 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
     return bodies, entry
 
 
-def _walk(bodies: dict[str, list[str]], name: str, times: int) -> Iterator[Collective]:
+def _walk(bodies: dict[str, list[str]], name: str, times: int, everyone: Groups) -> Iterator[Collective]:
     for line in bodies.get(name, ()):
         found = _COLLECTIVE.search(line)
         if found:
-            yield Collective(kind=found[2], size=_size(found[1], bool(found[3])), times=times)
+            size = _size(found[1], bool(found[3]))
+            yield Collective(kind=found[2], size=size, times=times, groups=_groups(line) or everyone)
             continue
         loop = _LOOP.search(line)
         if loop:
             trips = _TRIPS.search(line)
-            yield from _walk(bodies, loop[2], times * (int(trips[1]) if trips else 1))
+            yield from _walk(bodies, loop[2], times * (int(trips[1]) if trips else 1), everyone)
             continue
         branches = _BRANCHES.search(line)
         called = _CALLED.findall(line) + (re.findall(r"%([\w.\-]+)", branches[1]) if branches else [])
         for callee in called:
-            yield from _walk(bodies, callee, times)
+            yield from _walk(bodies, callee, times, everyone)
+
+
+def _groups(line: str) -> Groups:
+    """Who exchanges with whom; () where the line does not say, which means all with all."""
+    counted = _COUNTED.search(line)
+    if counted:
+        dims = [int(n) for n in counted[3].split(",")]
+        order = [int(n) for n in counted[4].split(",")] if counted[4] else range(len(dims))
+        places = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(int(counted[1]), int(counted[2]))
+        return tuple(tuple(row) for row in places.tolist())
+    listed = _LISTED.search(line) or _PAIRS.search(line)
+    found = re.findall(r"\{([\d, ]+)\}", listed[1]) if listed else ()
+    return tuple(tuple(int(n) for n in group.split(",")) for group in found)
 
 
 def byte_size(kind: str, dims: tuple[int, ...]) -> int:

@@ -39,11 +39,21 @@ class PlanError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """All collectives of one kind in one call: how many run and the bytes that they give on one device."""
+    """All collectives of one kind among the same groups in one call.
+
+    Args:
+        kind: of hlo.KINDS.
+        groups: places in the mesh, flat, of the devices that exchange with each other.
+        count: how many run.
+        size: bytes that they give on one device.
+        sent: bytes that one device sends for them.
+    """
 
     kind: str
+    groups: hlo.Groups
     count: int
     size: int
+    sent: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +157,9 @@ def in_child(model: settings.Model, learner: settings.Learner, environment: Mapp
         said = done.stderr.decode(errors="replace").strip().splitlines() or ["nothing"]
         raise PlanError(f"compiling for {math.prod(learner.mesh)} devices failed: {said[-1]}")
     values = json.loads(done.stdout)
-    traffic = tuple(Traffic(**entry) for entry in values.pop("traffic"))
+    traffic = tuple(
+        Traffic(**{**entry, "groups": tuple(map(tuple, entry["groups"]))}) for entry in values.pop("traffic")
+    )
     widest = {name: tuple(values.pop(name)) for name in ("widest", "widest_logits")}
     return Plan(traffic=traffic, **widest, **values)
 
@@ -157,15 +169,18 @@ def _temporaries(program: Any) -> int:
 
 
 def _traffic(text: str) -> tuple[Traffic, ...]:
-    found = hlo.collectives(text)
-    kinds = [kind for kind in hlo.KINDS if any(one.kind == kind for one in found)]
+    found: dict[tuple[str, hlo.Groups], list[hlo.Collective]] = {}
+    for one in hlo.collectives(text):
+        found.setdefault((one.kind, one.groups), []).append(one)
     return tuple(
         Traffic(
             kind=kind,
-            count=sum(one.times for one in found if one.kind == kind),
-            size=sum(one.times * one.size for one in found if one.kind == kind),
+            groups=groups,
+            count=sum(one.times for one in same),
+            size=sum(one.times * one.size for one in same),
+            sent=sum(one.times * one.sent for one in same),
         )
-        for kind in kinds
+        for (kind, groups), same in sorted(found.items(), key=lambda entry: (hlo.KINDS.index(entry[0][0]), entry[0][1]))
     )
 
 

@@ -24,7 +24,9 @@ SOUND = {
     "Learner": dict(optimizer=settings.Optimizer(lr=1e-3), row_tokens=8),
     "Demonstrations": dict(count=1),
     "Curation": dict(samples=4, max_solved=3),
-    "Device": dict(memory_bytes=1.0, flops=1.0, memory_bytes_per_s=1.0, link_bytes_per_s=1.0),
+    "Device": dict(
+        memory_bytes=1.0, flops=1.0, memory_bytes_per_s=1.0, node_devices=1, node_bytes_per_s=1.0, link_bytes_per_s=1.0
+    ),
     "Exam": dict(task=settings.Task(source="box", tokenizer="box")),
 }  # fmt: skip
 CLASSES = [

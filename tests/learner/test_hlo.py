@@ -20,7 +20,29 @@ def compiled(function, shape=(8, 64)):
 
 def test_a_sum_over_devices_is_one_all_reduce_of_its_result():
     (found,) = hlo.collectives(compiled(lambda x: x.sum(axis=0)))
-    assert found == hlo.Collective(kind="all-reduce", size=4 * 64, times=1)
+    assert found == hlo.Collective(kind="all-reduce", size=4 * 64, times=1, groups=(tuple(range(8)),))
+    assert found.sent == 2 * 4 * 64 * 7 / 8
+
+
+@pytest.mark.parametrize(
+    "written, groups",
+    [
+        ("replica_groups={{0,2},{1,3}}", ((0, 2), (1, 3))),
+        ("replica_groups=[2,2]<=[4]", ((0, 1), (2, 3))),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
+        ("replica_groups={}", ((0, 1, 2, 3),)),
+        ("source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
+    ],
+)
+def test_who_exchanges_with_whom_is_read_however_it_is_written(written, groups):
+    kind = "collective-permute" if "pairs" in written else "reduce-scatter"
+    text = "\n".join(
+        ["HloModule m, num_partitions=4", "ENTRY %main (a: f32[8]) -> f32[4] {",
+         f"  ROOT %x = f32[4]{{0}} {kind}(f32[8]{{0}} %a), channel_id=1, {written}, dimensions={{0}}", "}"]  # fmt: skip
+    )
+    (found,) = hlo.collectives(text)
+    assert found.groups == groups and found.size == 16
+    assert found.sent == (16 if "pairs" in written else 16 * (len(groups[0]) - 1))
 
 
 def test_a_collective_in_a_loop_counts_as_often_as_the_loop_runs():
