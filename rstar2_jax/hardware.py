@@ -52,7 +52,8 @@ class Device:
         flops: peak floating-point operations a second in the compute dtype.
         memory_bytes_per_s: bandwidth of its memory.
         node_devices: devices of a node; they lie in the mesh one after another.
-        node_bytes_per_s: what one device sends to the others of its node, over all links together.
+        node_bytes_per_s: what one device sends to the others of its node, over a link to each of them together: among
+            fewer devices a part of the links is of use.
         link_bytes_per_s: what one device sends to other nodes: the bandwidth of its own network card.
     """
 

@@ -5,11 +5,11 @@ Floating-point work is counted from the sizes, in multiples of 2 for a product a
     head of a token      2 * d_model * vocab_size
     training             3 forwards of both, one more of the layers with remat, one more of the head (logits again)
 
-Seconds of communication are not overlapped with work here; on devices most of them are. What is sent inside a node
-goes at the rate of its links. A group over several nodes has the network cards of all its members: in a ring over n
-nodes with m members each, m cards carry what passes between two nodes, so that each member sends at m times the rate
-of one card, or at that of the node's links where this is less. Decoding reads the weights once for each batch of
-tokens and the keys and values of each context: its roofline is the memory's bandwidth.
+Seconds of communication are not overlapped with work here; on devices most of them are. Inside a node each device has
+a link to every other: a ring among m of them uses m - 1 of its links. A group over several nodes has the network cards
+of all its members: with m members in each node m cards carry what passes between two nodes, so that each member sends
+at m times the rate of one card, or at that of its links to the m - 1 others where this is less. Decoding reads the
+weights once for each batch of tokens and the keys and values of each context: its roofline is the memory's bandwidth.
 
 Deliberately not here: compiling (plan.py).
 """
@@ -123,10 +123,13 @@ def wire_seconds(plan: plans.Plan, device: hardware.Device) -> tuple[float, floa
     inside = between = 0.0
     for one in plan.traffic:
         nodes, members = _spread(one, device)
+        links = device.node_bytes_per_s * max(1, members - 1) / max(1, device.node_devices - 1)
         if nodes == 1:
-            inside += one.sent / device.node_bytes_per_s
+            inside += one.sent / links
+        elif members == 1:
+            between += one.sent / device.link_bytes_per_s
         else:
-            between += one.sent / min(device.node_bytes_per_s, members * device.link_bytes_per_s)
+            between += one.sent / min(links, members * device.link_bytes_per_s)
     return inside, between
 
 
@@ -149,13 +152,14 @@ def rollout_lines(model: settings.Model, rollout: settings.Rollout, learner: set
     ]
     if learner is None or not learner.device.memory_bytes:
         return page
-    device, tensor = learner.device, learner.mesh[2]
-    replicas = math.prod(learner.mesh) // tensor
+    device, fleet = learner.device, rollout.fleet
+    tensor = fleet.tensor_parallel if fleet.engines else 1
+    replicas = len(fleet.addresses) if fleet.engines else math.prod(learner.mesh)
     head = model.d_model * model.vocab_size * (1 if model.tie_embeddings else 2)
     weights = 2 * (kernel_entries(model) + head)
     room = int(ENGINE_SHARE * device.memory_bytes * tensor - weights)
     if room <= 0:
-        return [*page, f"  weights of {_size(weights)} do not fit on {tensor} devices: raise tensor in Learner.mesh"]
+        return [*page, f"  weights of {_size(weights)} do not fit on {tensor} devices: raise Fleet.tensor_parallel"]
     if not (rollout.fleet.engines or rollout.fleet.replicas):
         page += _embedded(weights, each * longest, rollout.engine_slots, learner)
     capacity = room // each

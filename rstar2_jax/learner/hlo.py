@@ -13,9 +13,8 @@ import math
 import re
 from collections.abc import Iterator
 
-import numpy as np
+from rstar2_jax.learner import hlo_groups
 
-Groups = tuple[tuple[int, ...], ...]
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4,
           "s64": 8, "u64": 8, "f64": 8}  # fmt: skip
@@ -25,10 +24,7 @@ _CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?(
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _LOOP = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_LISTED = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})\}")
-_COUNTED = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _DEVICES = re.compile(r"num_partitions=(\d+)")
-_PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{} ]*\})\}")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
@@ -47,7 +43,7 @@ class Collective:
     kind: str
     size: int
     times: int
-    groups: Groups
+    groups: hlo_groups.Groups
 
     @property
     def sent(self) -> float:
@@ -66,13 +62,13 @@ def collectives(text: str) -> list[Collective]:
         text: `compiled.as_text()`.
 
     Raises:
-        ValueError: the text holds no entry computation.
+        ValueError: the text holds no entry computation, or groups of devices in a notation that is not known.
     """
     bodies, entry = _computations(text)
     if entry is None:
         raise ValueError("no ENTRY computation: pass the text of a compiled module")
     devices = _DEVICES.search(text)
-    return list(_walk(bodies, entry, 1, (tuple(range(int(devices[1]) if devices else 1)),)))
+    return list(_walk(bodies, entry, 1, int(devices[1]) if devices else 1))
 
 
 def array_sizes(text: str) -> set[tuple[str, tuple[int, ...]]]:
@@ -95,35 +91,22 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
     return bodies, entry
 
 
-def _walk(bodies: dict[str, list[str]], name: str, times: int, everyone: Groups) -> Iterator[Collective]:
+def _walk(bodies: dict[str, list[str]], name: str, times: int, devices: int) -> Iterator[Collective]:
     for line in bodies.get(name, ()):
         found = _COLLECTIVE.search(line)
         if found:
             size = _size(found[1], bool(found[3]))
-            yield Collective(kind=found[2], size=size, times=times, groups=_groups(line) or everyone)
+            yield Collective(kind=found[2], size=size, times=times, groups=hlo_groups.read(line, devices))
             continue
         loop = _LOOP.search(line)
         if loop:
             trips = _TRIPS.search(line)
-            yield from _walk(bodies, loop[2], times * (int(trips[1]) if trips else 1), everyone)
+            yield from _walk(bodies, loop[2], times * (int(trips[1]) if trips else 1), devices)
             continue
         branches = _BRANCHES.search(line)
         called = _CALLED.findall(line) + (re.findall(r"%([\w.\-]+)", branches[1]) if branches else [])
         for callee in called:
-            yield from _walk(bodies, callee, times, everyone)
-
-
-def _groups(line: str) -> Groups:
-    """Who exchanges with whom; () where the line does not say, which means all with all."""
-    counted = _COUNTED.search(line)
-    if counted:
-        dims = [int(n) for n in counted[3].split(",")]
-        order = [int(n) for n in counted[4].split(",")] if counted[4] else range(len(dims))
-        places = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(int(counted[1]), int(counted[2]))
-        return tuple(tuple(row) for row in places.tolist())
-    listed = _LISTED.search(line) or _PAIRS.search(line)
-    found = re.findall(r"\{([\d, ]+)\}", listed[1]) if listed else ()
-    return tuple(tuple(int(n) for n in group.split(",")) for group in found)
+            yield from _walk(bodies, callee, times, devices)
 
 
 def byte_size(kind: str, dims: tuple[int, ...]) -> int:

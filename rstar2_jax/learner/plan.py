@@ -28,7 +28,7 @@ from typing import Any
 import jax
 
 from rstar2_jax import settings
-from rstar2_jax.learner import hlo, objective, state, update
+from rstar2_jax.learner import hlo, hlo_groups, objective, state, update
 
 CHILD_LIMIT_S = 1800.0
 
@@ -50,7 +50,7 @@ class Traffic:
     """
 
     kind: str
-    groups: hlo.Groups
+    groups: hlo_groups.Groups
     count: int
     size: int
     sent: float
@@ -169,7 +169,7 @@ def _temporaries(program: Any) -> int:
 
 
 def _traffic(text: str) -> tuple[Traffic, ...]:
-    found: dict[tuple[str, hlo.Groups], list[hlo.Collective]] = {}
+    found: dict[tuple[str, hlo_groups.Groups], list[hlo.Collective]] = {}
     for one in hlo.collectives(text):
         found.setdefault((one.kind, one.groups), []).append(one)
     return tuple(

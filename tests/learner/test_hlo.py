@@ -24,25 +24,60 @@ def test_a_sum_over_devices_is_one_all_reduce_of_its_result():
     assert found.sent == 2 * 4 * 64 * 7 / 8
 
 
+def module(kind, written):
+    """The text of a module of eight devices with one collective."""
+    return "\n".join(
+        ["HloModule m, num_partitions=8", "ENTRY %main (a: f32[8]) -> f32[4] {",
+         f"  ROOT %x = f32[4]{{0}} {kind}(f32[8]{{0}} %a), channel_id=1, {written}, dimensions={{0}}", "}"]  # fmt: skip
+    )
+
+
+HALVES, PAIRS = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1), (2, 3), (4, 5), (6, 7))
+STRIDES = ((0, 2), (1, 3), (4, 6), (5, 7))
+
+
 @pytest.mark.parametrize(
     "written, groups",
     [
-        ("replica_groups={{0,2},{1,3}}", ((0, 2), (1, 3))),
-        ("replica_groups=[2,2]<=[4]", ((0, 1), (2, 3))),
-        ("replica_groups=[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
-        ("replica_groups={}", ((0, 1, 2, 3),)),
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", HALVES),
+        ("replica_groups={}", (tuple(range(8)),)),
+        ("replica_groups=[2,4]<=[8]", HALVES),
+        ("replica_groups=[2,4]<=[4,2]T(1,0)", ((0, 2, 4, 6), (1, 3, 5, 7))),
+        ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", STRIDES),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b'}", HALVES),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a','b'}", (tuple(range(8)),)),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b':(2)2}", PAIRS),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}", STRIDES),
+        ("replica_groups=mesh['a'=8,'b'=1], device_ids=([2,4]T(1,0)) {'a':(4)2}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=(0,2,1,3,4,6,5,7) {'b'}", STRIDES),
         ("source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
     ],
 )
 def test_who_exchanges_with_whom_is_read_however_it_is_written(written, groups):
     kind = "collective-permute" if "pairs" in written else "reduce-scatter"
-    text = "\n".join(
-        ["HloModule m, num_partitions=4", "ENTRY %main (a: f32[8]) -> f32[4] {",
-         f"  ROOT %x = f32[4]{{0}} {kind}(f32[8]{{0}} %a), channel_id=1, {written}, dimensions={{0}}", "}"]  # fmt: skip
-    )
-    (found,) = hlo.collectives(text)
+    (found,) = hlo.collectives(module(kind, written))
     assert found.groups == groups and found.size == 16
     assert found.sent == (16 if "pairs" in written else 16 * (len(groups[0]) - 1))
+
+
+def test_an_unknown_notation_of_groups_is_an_error():
+    with pytest.raises(ValueError, match="unknown notation: .*replica_groups=<all>"):
+        hlo.collectives(module("all-reduce", "replica_groups=<all>"))
+
+
+@pytest.mark.parametrize("axes, apart", [("data", 4), ("fsdp", 2), ("tensor", 1), (("data", "tensor"), None)])
+def test_the_groups_of_a_compiled_program_lie_along_the_axes_of_its_mesh(axes, apart):
+    mesh = sharding.make_mesh((2, 2, 2))
+    where = NamedSharding(mesh, PartitionSpec(axes))
+    whole = jax.jit(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec())) * 2)
+    text = whole.lower(jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=where)).compile().as_text()
+    (found,) = hlo.collectives(text)
+    assert found.kind == "all-gather"
+    if apart is None:
+        assert sorted(map(sorted, found.groups)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    else:
+        assert {second - first for first, second in found.groups} == {apart} and len(found.groups) == 4
 
 
 def test_a_collective_in_a_loop_counts_as_often_as_the_loop_runs():
