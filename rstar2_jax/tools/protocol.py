@@ -52,21 +52,19 @@ class Stateful(Tool, Protocol):
 
 
 class Registry:
-    """Tools by name; every call gets a result, also one that did not parse or that names no tool.
+    """Tools by name, or none; every call gets a result, also one that did not parse or that names no tool.
 
     Args:
         span: entered while a tool runs.
 
     Raises:
-        ValueError: no tool, or two of one name.
+        ValueError: two tools of one name.
     """
 
     def __init__(
         self, tools: Sequence[Tool], span: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     ) -> None:
         names = [tool.name for tool in tools]
-        if not names:
-            raise ValueError("a registry needs at least one tool: give it the Python tool")
         doubled = sorted({name for name in names if names.count(name) > 1})
         if doubled:
             raise ValueError(f"tool name {doubled[0]!r} is given {names.count(doubled[0])} times: names must differ")
@@ -99,10 +97,9 @@ class Registry:
             return ToolResult(status=CallStatus.PARSE_ERROR, stderr=call.error)
         tool = self._tools.get(call.name)
         if tool is None:
-            known = ", ".join(self._tools)
+            known = f"the tools are: {', '.join(self._tools)}" if self._tools else "there are none"
             return ToolResult(
-                status=CallStatus.UNKNOWN_TOOL,
-                stderr=f"there is no tool named {call.name[:80]!r}; the tools are: {known}",
+                status=CallStatus.UNKNOWN_TOOL, stderr=f"there is no tool named {call.name[:80]!r}; {known}"
             )
         with self._span():
             return await tool.run(call, key=key)

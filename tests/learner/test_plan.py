@@ -107,6 +107,8 @@ def test_a_chunk_of_as_many_tokens_as_the_model_is_wide_is_still_found_among_the
     widest = plan._widest("\n".join([chunk, head, states]), (151936, 18992), (4096,))
     assert widest == (4 * 4096 * 18992, "f32[4096, 18992]")
     assert plan._widest("\n".join(["%d = f32[512,18992] exp(", head]), (18992,), (4096,))[1] == "f32[512, 18992]"
+    whole = "%e = bf16[4096,18992] all-gather("
+    assert plan._widest("\n".join(["%d = f32[512,18992] exp(", whole]), (18992,), (4096, 512))[1] == "f32[512, 18992]"
 
 
 def test_a_mesh_that_cannot_be_made_is_said_with_its_reason():
@@ -195,8 +197,8 @@ def test_the_paper_s_models_and_others_fit_on_its_machines(files, parameters):
     found = plan.in_child(model, how, environment())
     assert found.parameters == parameters
     shards = how.mesh[1] * how.mesh[2]
-    assert 1 <= found.params / (4 * parameters / shards) < 1.002  # norms are whole on every device
-    assert 1 <= found.moments / (8 * parameters / shards) < 1.002
+    assert 1 <= found.params / (4 * parameters / shards) < 1.003  # norms and biases are whole on every device
+    assert 1 <= found.moments / (8 * parameters / shards) < 1.003
     rows = how.microbatch_rows // (how.mesh[0] * how.mesh[1])
     logits = 4 * rows * how.row_tokens * model.vocab_size // how.mesh[2]
     assert found.widest_logits[0] < logits / 4, found.widest_logits  # no [B, T, V], whole or a share of it
@@ -229,6 +231,8 @@ def test_memory_of_a_step_grows_by_the_same_bytes_for_each_token():
 @pytest.mark.long
 def test_memory_of_the_paper_s_model_grows_by_the_same_bytes_for_each_token():
     model, how, _ = configured("stage2.gin", "scale/mi300x_64.gin")
+    # With whole rows on each device the whole head, 16 GB of it and its gradient, hides what a row of 2,048 tokens adds.
+    how = dataclasses.replace(how, mesh=(1, 8, 8))
 
     def temporaries(tokens):
         return plan.in_child(model, dataclasses.replace(how, row_tokens=tokens), environment()).micro_step

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rstar2_jax import settings
-from rstar2_jax.tools import protocol, python
+from rstar2_jax.tools import offer, protocol, python
 from rstar2_jax.types import CallStatus, ToolCall
 from rstar2_sandbox import protocol as sandbox_protocol
 
@@ -102,9 +102,19 @@ def test_the_registry_finds_tools_by_name_and_answers_what_no_tool_can():
     assert unknown.status is CallStatus.UNKNOWN_TOOL and "'c'" in unknown.stderr and "a, b" in unknown.stderr
 
 
-def test_a_registry_without_tools_or_with_a_name_twice_is_refused():
-    with pytest.raises(ValueError, match="at least one tool"):
-        protocol.Registry([])
+def test_a_model_without_tools_that_calls_one_hears_that_there_are_none():
+    async def answer():
+        task = settings.Task(source="box", tokenizer="box", tools=())
+        registry = offer.registry(task, Recorder(), settings.Sandbox())
+        await offer.self_test(task, registry)
+        async with registry.episode("e") as own:
+            return await own.run(ToolCall(name="c", arguments={}), key="k")
+
+    result = asyncio.run(answer())
+    assert result.status is CallStatus.UNKNOWN_TOOL and result.stderr == "there is no tool named 'c'; there are none"
+
+
+def test_a_registry_with_a_name_twice_is_refused():
     tool = python.PythonTool(Recorder(), "a", settings.Sandbox())
     with pytest.raises(ValueError, match="'a' is given 2 times"):
         protocol.Registry([tool, tool])
