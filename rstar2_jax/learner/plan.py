@@ -187,9 +187,9 @@ def _traffic(text: str) -> tuple[Traffic, ...]:
 def _widest(text: str, axes: tuple[int, ...] = (), without: tuple[int, ...] = ()) -> tuple[int, str]:
     """The largest array, of those with one of these axes if there are any, and with none of the others.
 
-    Where that leaves none (a chunk of as many tokens as a device has of the model's width looks like its share of the
-    head), only arrays with the first of the others are left out, and where that leaves none (as many tokens as the whole
-    width), nothing is.
+    Where that leaves none (a chunk of as many tokens as a device has of the model's width looks like its share of
+    the head), only arrays with the first of the others are left out, and where that leaves none (as many tokens as the
+    whole width), nothing is.
     """
     arrays = [(kind, dims) for kind, dims in hlo.array_sizes(text) if not axes or set(axes) & set(dims)]
     for others in (without, without[:1], ()):

@@ -231,7 +231,7 @@ def test_memory_of_a_step_grows_by_the_same_bytes_for_each_token():
 @pytest.mark.long
 def test_memory_of_the_paper_s_model_grows_by_the_same_bytes_for_each_token():
     model, how, _ = configured("stage2.gin", "scale/mi300x_64.gin")
-    # With whole rows on each device the whole head, 16 GB of it and its gradient, hides what a row of 2,048 tokens adds.
+    # With whole rows on each device the whole head and its gradient, 16 GB, hide what a row of 2,048 tokens adds.
     how = dataclasses.replace(how, mesh=(1, 8, 8))
 
     def temporaries(tokens):
