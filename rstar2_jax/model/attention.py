@@ -60,17 +60,76 @@ def dense(
     q: Float[Array, "b t h d"], k: Float[Array, "b t k d"], v: Float[Array, "b t k d"], segment_ids: Int[Array, "b t"]
 ) -> Float[Array, "b t h d"]:
     """The form of short rows: static blocks of queries, softmax weights kept."""
-    t = q.shape[1]
-    q, k, v = ops.group_queries(q, k.shape[2]), k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-    block = max(QUERY_BLOCK_TOKENS, -(-t // MAX_QUERY_BLOCKS))
-    outs = []
-    for lo in range(0, t, block):
-        hi = min(lo + block, t)
+    return _dense(q, k, v, segment_ids)
+
+
+@jax.custom_vjp
+def _dense(q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
+    return _dense_fwd(q, k, v, segments)[0]
+
+
+def _dense_fwd(q: Any, k: Any, v: Any, segments: Any) -> Any:
+    """Weights are kept without their normaliser, which is put to the output instead: it is the smaller array."""
+    (b, t, h, d), kv = q.shape, k.shape[2]
+    grouped, keys, values = ops.group_queries(q, kv), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    outs, kept = [], []
+    for lo, hi in _spans(t):
+        scores = _pairs(_flat(grouped[:, :, :, lo:hi]), keys[:, :, :hi], 3, 3).reshape(b, kv, h // kv, hi - lo, hi)
         before = jnp.arange(lo, hi)[:, None] >= jnp.arange(hi)[None, :]
-        same = segment_ids[:, lo:hi, None] == segment_ids[:, None, :hi]
-        outs.append(ops.attend(q[:, :, :, lo:hi], k[..., :hi], v[:, :, :hi], before & same))
-    out = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=3)
-    return checkpoint_name(ops.ungroup(out), KEPT)
+        same = segments[:, lo:hi, None] == segments[:, None, :hi]
+        scores = jnp.where((before & same)[:, None, None], scores * d**-0.5, ops.MASKED)
+        weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+        inverse, weights = 1 / weights.sum(axis=-1, keepdims=True), weights.astype(v.dtype)
+        out = _pairs(_flat(weights), values[:, :, :hi], 3, 2).reshape(b, kv, h // kv, hi - lo, d)
+        outs.append((out * inverse).astype(q.dtype))
+        kept.append((weights, inverse))
+    out = checkpoint_name(ops.ungroup(_along(outs)), KEPT)
+    return out, (grouped, keys, values, kept, out)
+
+
+def _dense_bwd(residuals: Any, dout: Any) -> Any:
+    grouped, keys, values, kept, out = residuals
+    (b, kv, g, t, d), dtype = grouped.shape, grouped.dtype
+    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+    pull, delta = ops.group_queries(dout, kv), ops.group_queries(delta, kv)
+    dqs = []
+    dk = dv = jnp.zeros(keys.shape, jnp.float32)
+    for (lo, hi), (weights, inverse) in zip(_spans(t), kept, strict=True):
+        own = _flat((pull[:, :, :, lo:hi].astype(jnp.float32) * inverse).astype(dtype))
+        dweights = _pairs(own, values[:, :, :hi], 3, 3).reshape(weights.shape)
+        dscores = weights * (dweights - delta[:, :, :, lo:hi] * inverse) * d**-0.5
+        dscores = _flat(dscores.astype(dtype))
+        dqs.append(_pairs(dscores, keys[:, :, :hi], 3, 2).reshape(b, kv, g, hi - lo, d).astype(dtype))
+        later = ((0, 0), (0, 0), (0, t - hi), (0, 0))
+        dk += jnp.pad(_pairs(dscores, _flat(grouped[:, :, :, lo:hi]), 2, 2), later)
+        dv += jnp.pad(_pairs(_flat(weights), own, 2, 2), later)
+    dk, dv = (x.astype(dtype).transpose(0, 2, 1, 3) for x in (dk, dv))
+    return ops.ungroup(_along(dqs)), dk, dv, None
+
+
+_dense.defvjp(_dense_fwd, _dense_bwd)
+
+
+def _spans(tokens: int) -> list[tuple[int, int]]:
+    """(first, end) of each block of queries, which see the keys before its end."""
+    block = max(QUERY_BLOCK_TOKENS, -(-tokens // MAX_QUERY_BLOCKS))
+    return [(lo, min(lo + block, tokens)) for lo in range(0, tokens, block)]
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """The query heads of a group and their queries as one axis: one matmul with more rows."""
+    b, kv, g, t, d = x.shape
+    return x.reshape(b, kv, g * t, d)
+
+
+def _along(parts: list[jax.Array]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=3)
+
+
+def _pairs(a: jax.Array, b: jax.Array, over_a: int, over_b: int) -> jax.Array:
+    """A product for each row and kv head, in float32, summed over the named axes."""
+    contract = (((over_a,), (over_b,)), ((0, 1), (0, 1)))
+    return jax.lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)
 
 
 def blockwise(

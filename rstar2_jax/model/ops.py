@@ -1,13 +1,15 @@
 """The numerical pieces of the decoder: projections, gated activation, RMS norm, rotary positions, attention.
 
-Every function is pure and takes its weights. Two of them carry a hand-written backward pass, since XLA's CPU backend
-turns the transpose rule of a matmul into a doubly transposed dot that runs at less than half of the plain dot's rate.
-Other platforms keep the plain dots.
+Every function is pure and takes its weights. Those that training goes through carry a hand-written backward pass: that
+of a projection, since the transpose rule of a matmul gives a doubly transposed dot, at less than half of the plain
+dot's rate on CPU; those of the others, since they keep their inputs alone and compute again what is cheap.
 
 Deliberately not here: parameters (decoder.py) and attention over whole rows (attention.py).
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -41,22 +43,7 @@ def _linear_bwd(residuals, dy):
 
 def weight_gradient(x: Float[Array, "n i"], dy: Float[Array, "n o"]) -> Float[Array, "i o"]:
     """x^T dy, accumulated in float32."""
-    return jax.lax.platform_dependent(x, dy, cpu=_weight_gradient_cpu, default=_weight_gradient)
-
-
-def _weight_gradient(x, dy):
     return jax.lax.dot_general(x, dy, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _weight_gradient_cpu(x, dy):
-    """The same product with the narrower operand transposed by itself, which leaves XLA one plain dot.
-
-    The barriers keep XLA from folding the transposes back into the dot.
-    """
-    barrier, contract = jax.lax.optimization_barrier, (((1,), (0,)), ((), ()))
-    if x.shape[1] <= dy.shape[1]:
-        return jax.lax.dot_general(barrier(x.T), dy, contract, preferred_element_type=jnp.float32)
-    return barrier(jax.lax.dot_general(barrier(dy.T), x, contract, preferred_element_type=jnp.float32)).T
 
 
 linear.defvjp(_linear_fwd, _linear_bwd)
@@ -75,7 +62,7 @@ def _silu_mul_fwd(gate, up):
 
 
 def _silu_mul_bwd(residuals, dy):
-    gate, up = residuals
+    gate, up = jax.lax.optimization_barrier(residuals)  # else exp(-gate) would be kept from the forward pass
     sigmoid = jax.nn.sigmoid(gate)
     silu = gate * sigmoid
     return dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu
@@ -84,11 +71,32 @@ def _silu_mul_bwd(residuals, dy):
 silu_mul.defvjp(_silu_mul_fwd, _silu_mul_bwd)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: Float[Array, "... d"], scale: Float[Array, " d"], eps: float) -> Float[Array, "... d"]:
     """x / sqrt(mean(x^2) + eps) * scale over the last axis, computed in float32, given back in the dtype of x."""
     x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (normed * scale).astype(x.dtype)
+    return (x32 * _inverse_rms(x32, eps) * scale).astype(x.dtype)
+
+
+def _inverse_rms(x32, eps):
+    return jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+
+
+def _rms_norm_fwd(x, scale, eps):
+    return rms_norm(x, scale, eps), (x, scale)
+
+
+def _rms_norm_bwd(eps, residuals, dy):
+    x, scale = residuals
+    x32, dy32 = x.astype(jnp.float32), dy.astype(jnp.float32)
+    inverse = _inverse_rms(x32, eps)
+    pull = dy32 * scale
+    along = jnp.mean(pull * x32, axis=-1, keepdims=True) * (inverse * inverse * inverse)
+    dscale = jnp.sum(dy32 * x32 * inverse, axis=tuple(range(x.ndim - 1)))
+    return (pull * inverse - x32 * along).astype(x.dtype), dscale
+
+
+rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
 
 
 def rotary_angles(
@@ -103,11 +111,39 @@ def rotary_angles(
     return jnp.cos(angles), jnp.sin(angles)
 
 
+def rotary_tables(
+    positions: Int[Array, "b t"], head_dim: int, theta: float
+) -> tuple[Float[Array, "b t h"], Float[Array, "b t h"]]:
+    """rotary_angles of positions below t, which index a row of t tokens; NaN for others.
+
+    Looked up in a table of t rows: the compiler would else compute sines again for every head of every layer.
+    """
+    table = rotary_angles(jnp.arange(positions.shape[1])[None], head_dim, theta)
+    cos, sin = (jnp.take(part[0], positions, axis=0, mode="fill", fill_value=jnp.nan) for part in table)
+    return cos, sin
+
+
+@jax.custom_vjp
 def rotate(x: Float[Array, "b t n d"], cos: Float[Array, "b t h"], sin: Float[Array, "b t h"]) -> Array:
-    """x with its halves (x1, x2) rotated to (x1 cos - x2 sin, x2 cos + x1 sin), the convention of Hugging Face."""
+    """x with its halves (x1, x2) rotated to (x1 cos - x2 sin, x2 cos + x1 sin), the convention of Hugging Face.
+
+    No gradient flows into the angles.
+    """
     x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+
+
+def _rotate_fwd(x, cos, sin):
+    return rotate(x, cos, sin), (cos, sin)
+
+
+def _rotate_bwd(residuals, dy):
+    cos, sin = residuals
+    return rotate(dy, cos, -sin), None, None
+
+
+rotate.defvjp(_rotate_fwd, _rotate_bwd)
 
 
 def attend(

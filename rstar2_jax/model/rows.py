@@ -46,7 +46,7 @@ def hidden(
         layout: where rows and activations lie; None for one device.
     """
     tokens, positions, segment_ids = batch
-    angles = ops.rotary_angles(positions, model.head_dim, model.rope_theta)
+    angles = ops.rotary_tables(positions, model.head_dim, model.rope_theta)
     module = decoder.Layer(model, layout)
 
     def apply(x, own) -> Any:

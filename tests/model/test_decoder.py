@@ -217,6 +217,33 @@ def test_the_hand_written_gradients_equal_autodiff(shape):
         np.testing.assert_allclose(got / scale, want / scale, atol=3e-6)
 
 
+def test_norm_and_rotation_have_the_gradients_of_autodiff():
+    rng = np.random.default_rng(5)
+    x, pull = (jnp.asarray(rng.normal(size=(2, 6, 3, 8)), jnp.float32) for _ in range(2))
+    scale = jnp.asarray(rng.normal(size=8), jnp.float32)
+    cos, sin = ops.rotary_angles(jnp.arange(12).reshape(2, 6), 8, 1e4)
+
+    def plain(x, scale):
+        normed = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5) * scale
+        x1, x2 = jnp.split(normed, 2, axis=-1)
+        c, s = cos[:, :, None], sin[:, :, None]
+        return jnp.sum(jnp.concatenate([x1 * c - x2 * s, x2 * c + x1 * s], axis=-1) * pull)
+
+    def ours(x, scale):
+        return jnp.sum(ops.rotate(ops.rms_norm(x, scale, 1e-5), cos, sin) * pull)
+
+    for got, want in zip(*(jax.jit(jax.grad(f, (0, 1)))(x, scale) for f in (ours, plain)), strict=True):
+        np.testing.assert_allclose(got, want, atol=3e-6)
+
+
+def test_tables_of_a_row_hold_the_bits_of_the_angles_and_nothing_beyond_the_row():
+    positions = jnp.array([[0, 1, 2, 0, 1, 5]])
+    tables = ops.rotary_tables(positions, 8, 1e4)
+    for table, angles in zip(tables, ops.rotary_angles(positions, 8, 1e4), strict=True):
+        np.testing.assert_array_equal(table, angles)
+    assert jnp.isnan(ops.rotary_tables(positions + 1, 8, 1e4)[0][0, -1]).all()
+
+
 def test_no_weight_gradient_is_a_doubly_transposed_dot_on_cpu():
     model = decoder.Decoder(small("llama", layers=1))
     params = decoder.abstract_params(model.settings)
