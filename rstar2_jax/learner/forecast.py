@@ -159,7 +159,9 @@ def rollout_lines(model: settings.Model, rollout: settings.Rollout, learner: set
     weights = 2 * (kernel_entries(model) + head)
     room = int(ENGINE_SHARE * device.memory_bytes * tensor - weights)
     if room <= 0:
-        return [*page, f"  weights of {_size(weights)} do not fit on {tensor} devices: raise Fleet.tensor_parallel"]
+        each_on = f"{tensor} device{'s' if tensor > 1 else ''} each"
+        remedy = "name servers of more devices in Fleet.engines and Fleet.tensor_parallel"
+        return [*page, f"  weights of {_size(weights)} do not fit on {each_on}: {remedy}"]
     if not (rollout.fleet.engines or rollout.fleet.replicas):
         page += _embedded(weights, each * longest, rollout.engine_slots, learner)
     capacity = room // each

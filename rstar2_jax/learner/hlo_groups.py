@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 
 import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
-_WRITTEN = re.compile(r"(?:replica_groups|source_target_pairs)=(\{\}|\{\{.*?\}\}|\[[^ ]*|mesh\[.*?\}),? ?")
+_WRITTEN = re.compile(r"(?:replica_groups|source_target_pairs)=(\{\}|\{\{.*?\}\}|\[[^ ]*|mesh\[.*?\})")
 _GRID = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?$")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{(.*)\}$")
 _AXIS = re.compile(r"'?([\w.\-]+)'?(?:=(\d+))?(?::\((\d+)\)(\d+))?")
@@ -92,5 +91,5 @@ def _numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",")]
 
 
-def _listed(rows: np.ndarray | Sequence) -> Groups:
+def _listed(rows: np.ndarray) -> Groups:
     return tuple(tuple(int(n) for n in row) for row in rows)

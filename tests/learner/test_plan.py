@@ -158,6 +158,10 @@ def test_an_engine_inside_the_trainer_that_does_not_fit_on_its_device_is_said_wi
     for slots, fits in ((room, True), (room + 1, False)):
         page = forecast.rollout_lines(model, dataclasses.replace(rollout, engine_slots=slots), how)
         assert any("does not fit" in line for line in page) == (not fits)
+    model, how, rollout = configured("stage3.gin", "scale/mi300x_1.gin", "model/llama3_70b.gin")
+    big = dataclasses.replace(how.device, memory_bytes=100e9)
+    said = forecast.rollout_lines(model, rollout, dataclasses.replace(how, device=big))
+    assert "do not fit on 1 device each: name servers of more devices" in said[-1]
     model, how, rollout = configured("stage3.gin", "scale/mi300x_8.gin")
     assert rollout.fleet.engines and "does not fit" not in "\n".join(forecast.rollout_lines(model, rollout, how))
 
@@ -231,7 +235,7 @@ def test_memory_of_a_step_grows_by_the_same_bytes_for_each_token():
 @pytest.mark.long
 def test_memory_of_the_paper_s_model_grows_by_the_same_bytes_for_each_token():
     model, how, _ = configured("stage2.gin", "scale/mi300x_64.gin")
-    # With whole rows on each device the whole head and its gradient, 16 GB, hide what a row of 2,048 tokens adds.
+    # With whole rows on each device 16 GB that do not grow (each has the whole head) hide what 2,048 tokens add.
     how = dataclasses.replace(how, mesh=(1, 8, 8))
 
     def temporaries(tokens):
