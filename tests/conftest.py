@@ -32,3 +32,16 @@ import jaxtyping
 # Shapes and dtypes of the pure rooms are checked at every call under pytest only; never on types.py, whose pytree
 # classes would break under tree.map, vmap and scan.
 jaxtyping.install_import_hook(["rstar2_jax.algo", "rstar2_jax.learner"], "beartype.beartype")
+
+
+def pytest_collection_modifyitems(items):
+    """Spread the files of tests/sandbox over the others: these compile while those wait.
+
+    Without it the two processes of the suite end on such files both, and half of the machine waits with them.
+    """
+    order = list(dict.fromkeys(item.path for item in items))
+    waiting = [path for path in order if path.parent.name == "sandbox"]
+    busy = [path for path in order if path.parent.name != "sandbox"]
+    places = {path: (place + 0.5) / len(paths) for paths in (waiting, busy) for place, path in enumerate(paths)}
+    early = {path for path in busy if path.parent.name == "e2e"}  # these take minutes: none of them is the last
+    items.sort(key=lambda item: (item.path not in early, places[item.path]))

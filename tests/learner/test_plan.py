@@ -222,7 +222,7 @@ def test_the_paper_s_models_and_others_fit_on_its_machines(files, parameters):
 @pytest.mark.slow
 def test_memory_of_a_step_grows_by_the_same_bytes_for_each_token():
     # Wide enough that what grows outweighs the blocks that do not, and would hide in them at 2,048 tokens.
-    model = dataclasses.replace(TINY, max_positions=32768, layers=8, d_model=256, d_mlp=512, head_dim=32)
+    model = dataclasses.replace(TINY, max_positions=32768, layers=3, d_model=256, d_mlp=512, head_dim=32)
 
     def temporaries(tokens):
         how = learner(mesh=(1, 1, 1), microbatch_rows=1, row_tokens=tokens)
