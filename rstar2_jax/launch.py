@@ -138,7 +138,7 @@ def prepare_environment(dry_run: bool) -> None:
     """
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache / "rstar2_jax" / "xla"))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     if dry_run:
         os.environ["JAX_PLATFORMS"] = "cpu"
 

@@ -320,8 +320,8 @@ class Learner:
         minibatches: optimizer steps for each rollout batch (1 keeps every ratio at 1).
         mesh: devices along (data, fsdp, tensor).
         sharding: which of these axes split what.
-        remat: what a layer keeps for the backward pass: `none` (all of it), `block` (its input and its attention) or
-            `full` (its input alone); less memory, more seconds.
+        remat: what a layer keeps for the backward pass: `none` (all of it), `block` (its input and its attention),
+            `full` (its input alone) or `offload` (that in the memory of the hosts); less memory, more seconds.
         offload: `moments` keeps Adam's in the memory of the hosts, 8 bytes a parameter less on the devices; `none`.
         attention: `portable`, or a device's fused kernel (`aiter`, see model/fused.py).
         device: what the plan of --dry_run is held against.
@@ -334,14 +334,14 @@ class Learner:
     minibatches: int = 1
     mesh: tuple[int, int, int] = (1, 1, 1)
     sharding: Sharding = Sharding()
-    remat: Literal["none", "block", "full"] = "none"
+    remat: Literal["none", "block", "full", "offload"] = "none"
     offload: Literal["none", "moments"] = "none"
     attention: Literal["portable", "aiter"] = "portable"
     device: Device = Device()
 
     def __post_init__(self) -> None:
         ranges.positive(self, "microbatch_rows", "row_tokens", "minibatches")
-        ranges.one_of(self, "remat", ("none", "block", "full"))
+        ranges.one_of(self, "remat", ("none", "block", "full", "offload"))
         ranges.one_of(self, "offload", ("none", "moments"))
         ranges.one_of(self, "attention", ("portable", "aiter"))
         ranges.check(

@@ -7,7 +7,7 @@ With Learner.offload = 'moments' Adam's moments lie in the memory of the devices
 The devices never hold the moments of more than AHEAD parameters: before it begins another one, the host waits until
 those of an earlier one are back. The numbers are those of the step over all at once.
 
-Deliberately not here: what the step is part of (update.py), and activations on the hosts: `remat` keeps fewer instead.
+Deliberately not here: what the step is part of (update.py), and activations on the hosts (model/rows.py).
 """
 
 from __future__ import annotations

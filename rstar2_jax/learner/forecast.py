@@ -37,8 +37,9 @@ def micro_step_flops(model: settings.Model, learner: settings.Learner) -> float:
     """Floating-point operations of one full micro-batch, all devices together, every token trained."""
     attention = 2 * model.layers * model.heads * model.head_dim * learner.row_tokens
     head = 2 * model.d_model * model.vocab_size
-    again = {"none": 0, "block": 2 * kernel_entries(model), "full": 2 * kernel_entries(model) + attention}
-    token = 3 * (2 * kernel_entries(model) + attention) + again[learner.remat] + 4 * head
+    whole = 2 * kernel_entries(model) + attention
+    again = {"none": 0, "block": 2 * kernel_entries(model), "full": whole, "offload": whole}
+    token = 3 * whole + again[learner.remat] + 4 * head
     return float(token) * learner.microbatch_rows * learner.row_tokens
 
 
@@ -68,7 +69,7 @@ def _remedy(plan: plans.Plan, learner: settings.Learner) -> str:
         other = " or set Learner.offload = 'moments'" if learner.offload == "none" else ""
         taken = _size(plan.arguments)
         return f"state and gradients alone take {taken}: raise fsdp in Learner.mesh = {learner.mesh}{other}"
-    if learner.remat != "full":
+    if learner.remat not in ("full", "offload"):
         return f"activations take the most: set Learner.remat = 'full' (now {learner.remat!r})"
     if rows > 1:
         return (
@@ -77,6 +78,8 @@ def _remedy(plan: plans.Plan, learner: settings.Learner) -> str:
         )
     if tensor > 1 and not learner.sharding.sequence:
         return "activations of whole rows take the most: set Sharding.sequence = ('tensor',)"
+    if learner.remat == "full":
+        return "one row's activations take the most: set Learner.remat = 'offload', which keeps inputs on the hosts"
     return f"one row is too long for a device: raise tensor in Learner.mesh = {learner.mesh}, or lower row_tokens"
 
 
@@ -85,6 +88,7 @@ def lines(plan: plans.Plan, model: settings.Model, learner: settings.Learner) ->
     data, fsdp, tensor = learner.mesh
     flops = micro_step_flops(model, learner)
     shape = f"{learner.microbatch_rows} rows of {learner.row_tokens:,} tokens"
+    away = f"    layers' inputs                {_size(plan.inputs_away):>10}  in its host's memory, not on the device"
     page = [
         f"learner: {plan.parameters:,} parameters on {plan.devices} devices (data {data}, fsdp {fsdp}, tensor "
         f"{tensor}), micro-batches of {shape}, remat {learner.remat}",
@@ -96,6 +100,7 @@ def lines(plan: plans.Plan, model: settings.Model, learner: settings.Learner) ->
         "  temporaries, upper bound (bfloat16 is planned as float32 here):",
         f"    micro-step                    {_size(plan.micro_step):>10}",
         f"    optimizer step                {_size(plan.optimizer_step):>10}",
+        away if plan.inputs_away else "",
         f"    largest single array          {_size(plan.widest[0]):>10}  {plan.widest[1]}",
         "  not counted: buffers of the collective library, fragmentation, the runtime, an engine on the same devices",
         f"  work of a full micro-step       {flops / 1e15:>10.3f} PFLOP, {flops / 1e15 / plan.devices:.4f} a device",

@@ -26,9 +26,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from rstar2_jax import settings
 from rstar2_jax.learner import hlo, hlo_groups, objective, state, update
+from rstar2_jax.model import sharding
 
 CHILD_LIMIT_S = 1800.0
 
@@ -66,7 +68,9 @@ class Plan:
         params, moments, gradients, batch: bytes that live through a step (float32 masters, Adam's moments, sum of
             gradients, one micro-batch).
         offloaded: bytes of moments that lie in the host's memory for it, and not on the device.
-        micro_step, optimizer_step: bytes of temporaries while the program runs, moments that it fetches included.
+        inputs_away: bytes of the layers' inputs that lie in the host's memory until the backward pass has them back.
+        micro_step, optimizer_step: bytes of temporaries while the program runs, moments that it fetches included,
+            inputs that are away taken off (the CPU backend, where both memories are one, plans them among these).
         traffic: collectives of one micro-step.
         widest: bytes of the largest single array in the micro-step, and its type and shape.
         widest_logits: the same among arrays with an axis over the vocabulary (or a device's share of it) and none over
@@ -78,6 +82,7 @@ class Plan:
     params: int
     moments: int
     offloaded: int
+    inputs_away: int
     gradients: int
     batch: int
     micro_step: int
@@ -105,6 +110,7 @@ def measure(model: settings.Model, learner: settings.Learner) -> Plan:
     micro = trainer.lower_micro_step().compile()
     step, fetched = trainer.lower_optimizer_step()
     moments, away = state.bytes_on_device(shapes.state.opt_state), learner.offload == "moments"
+    inputs = _inputs(model, learner, trainer.layout) if learner.remat == "offload" else 0
     text = micro.as_text() or ""
     return Plan(
         parameters=sum(leaf.size for leaf in jax.tree.leaves(shapes.state.params)),
@@ -114,7 +120,8 @@ def measure(model: settings.Model, learner: settings.Learner) -> Plan:
         offloaded=moments if away else 0,
         gradients=state.bytes_on_device(shapes.state.params),
         batch=state.bytes_on_device(shapes.batch),
-        micro_step=_temporaries(micro),
+        inputs_away=inputs,
+        micro_step=_temporaries(micro) - inputs,
         optimizer_step=_temporaries(step.compile()) + fetched,
         traffic=_traffic(text),
         widest=_widest(text),
@@ -162,6 +169,12 @@ def in_child(model: settings.Model, learner: settings.Learner, environment: Mapp
     )
     widest = {name: tuple(values.pop(name)) for name in ("widest", "widest_logits")}
     return Plan(traffic=traffic, **widest, **values)
+
+
+def _inputs(model: settings.Model, learner: settings.Learner, layout: sharding.Layout) -> int:
+    """Bytes of all layers' inputs on one device: layers * rows * tokens * width, in the compute dtype."""
+    rows, tokens = learner.microbatch_rows // layout.shards("rows"), learner.row_tokens // layout.shards("sequence")
+    return model.layers * rows * tokens * model.d_model * jnp.dtype(model.compute_dtype).itemsize
 
 
 def _temporaries(program: Any) -> int:

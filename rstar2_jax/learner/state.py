@@ -13,8 +13,6 @@ from rstar2_jax import settings
 from rstar2_jax.model import decoder, sharding
 from rstar2_jax.types import TrainState
 
-HOST = "pinned_host"  # kind of the memory beside a device, in JAX's words
-
 
 def bytes_on_device(tree: Any) -> int:
     """Bytes that one device, or its host for it, holds of abstract arrays that know their sharding."""
@@ -61,8 +59,8 @@ def layout(
     placed = sharding.param_shardings(params, spread.mesh, spread.table)
     kept = placed
     if offload == "moments":
-        _require_host(spread.mesh.devices.flat[0])
-        kept = jax.tree.map(lambda where: where.with_memory_kind(HOST), placed)
+        sharding.require_host(spread.mesh, "Learner.offload = 'moments'", "Learner.offload = 'none'")
+        kept = jax.tree.map(lambda where: where.with_memory_kind(sharding.HOST), placed)
     structure = jax.tree.structure(params)
 
     def like_params(node: Any) -> bool:
@@ -73,15 +71,6 @@ def layout(
         lambda node: kept if like_params(node) else replicated, shapes.opt_state, is_leaf=like_params
     )
     return TrainState(step=replicated, params=placed, opt_state=moments)  # type: ignore[arg-type]
-
-
-def _require_host(device: Any) -> None:
-    kinds = sorted(memory.kind for memory in device.addressable_memories())
-    if HOST not in kinds:
-        raise ValueError(
-            f"Learner.offload = 'moments' needs devices that reach their host's memory ({HOST}), but "
-            f"{device.device_kind} offers {kinds}: set Learner.offload = 'none'"
-        )
 
 
 def _birth(optimizer: optax.GradientTransformation) -> Any:

@@ -61,6 +61,8 @@ class Learner:
         self.layout = spread = sharding.Layout(sharding.make_mesh(learner.mesh), learner.sharding, learner.attention)
         spread.check(model, learner.row_tokens)
         fused.require(learner.attention, model.compute_dtype)
+        if learner.remat == "offload":
+            sharding.require_host(spread.mesh, "Learner.remat = 'offload'", "Learner.remat = 'full'")
         self._rows = sharding.batch_sharding(spread.mesh, learner.sharding)
         self._settings = learner
         self._optimizer = optimizers.make_optimizer(learner.optimizer, total_steps)

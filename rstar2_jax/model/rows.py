@@ -1,8 +1,9 @@
 """Whole rows through the decoder for training: the layers' schedule, what is kept for the backward pass, the layout.
 
-    none   every activation is kept; layers are unrolled
-    block  a layer keeps its input and what attention gave, so that the quadratic part is not done again; scanned
-    full   a layer keeps its input alone; scanned
+    none     every activation is kept; layers are unrolled
+    block    a layer keeps its input and what attention gave, so that the quadratic part is not done again; scanned
+    full     a layer keeps its input alone; scanned
+    offload  the same, and the inputs lie in the memory of the devices' hosts until the backward pass has them back
 
 Scanned layers are stacked inside the function: parameters, optimizer state and checkpoints have one array a layer
 everywhere, and the program does not grow with the depth.
@@ -16,15 +17,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from rstar2_jax import settings
 from rstar2_jax.model import attention, decoder, embedding, ops, sharding
 
+_INPUT = "layer_input"
 _POLICIES = {
     "block": jax.checkpoint_policies.save_only_these_names(attention.KEPT),
     "full": jax.checkpoint_policies.nothing_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_INPUT],
+        offload_src="device",
+        offload_dst=sharding.HOST,
+    ),
 }
 
 
@@ -42,7 +51,7 @@ def hidden(
         model: sizes.
         params: the decoder's tree.
         batch: (tokens, positions, segment_ids), see decoder.Decoder.
-        remat: none, block or full.
+        remat: none, block, full or offload.
         layout: where rows and activations lie; None for one device.
     """
     tokens, positions, segment_ids = batch
@@ -50,7 +59,7 @@ def hidden(
     module = decoder.Layer(model, layout)
 
     def apply(x, own) -> Any:
-        return module.apply({"params": own}, x, angles, segment_ids)
+        return module.apply({"params": own}, checkpoint_name(x, _INPUT), angles, segment_ids)
 
     x = embedding.lookup(params["embed"]["embedding"], tokens, model.compute_dtype, layout)
     layers = [params[f"layers_{i}"] for i in range(model.layers)]

@@ -26,6 +26,7 @@ from rstar2_jax import hardware, settings
 AXES = ("data", "fsdp", "tensor")
 Axes = tuple[str | None, ...]  # logical axes of an array; None is whole
 DEFAULT = hardware.Sharding()
+HOST = "pinned_host"  # kind of the memory beside a device, in JAX's words
 
 PARAMETERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"attn/(q|k|v)/kernel", ("embed", "heads")),
@@ -55,6 +56,22 @@ def make_mesh(shape: tuple[int, int, int]) -> Mesh:
             f"devices are"
         )
     return Mesh(np.asarray(devices[:needed]).reshape(shape), AXES)
+
+
+def require_host(mesh: Mesh, setting: str, instead: str) -> None:
+    """Raise ValueError where the mesh's devices do not reach the memory of their hosts.
+
+    Args:
+        setting: what needs it, with its value.
+        instead: what to set where it is not there.
+    """
+    device = mesh.devices.flat[0]
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    if HOST not in kinds:
+        raise ValueError(
+            f"{setting} needs devices that reach their host's memory ({HOST}), but {device.device_kind} offers "
+            f"{kinds}: set {instead}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

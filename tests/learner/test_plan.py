@@ -102,6 +102,17 @@ def test_moments_on_the_host_are_on_the_device_for_two_parameters_at_a_time(tiny
     assert "in its host's memory" in "\n".join(forecast.lines(far, TINY, how))
 
 
+def test_inputs_of_layers_on_the_host_are_not_on_the_device(tiny):
+    how = learner(remat="offload")
+    far = plan.measure(TINY, how)
+    assert far.inputs_away == 3 * (8 // 4) * (256 // 2) * 64 * 4  # layers, rows and tokens of a device, width, float32
+    assert far.micro_step == pytest.approx(tiny.micro_step - far.inputs_away, rel=0.02)
+    assert (far.arguments, far.offloaded) == (tiny.arguments, 0)
+    page = "\n".join(forecast.lines(far, TINY, how))
+    assert "layers' inputs" in page and "0.20 MB  in its host's memory" in page
+    assert "layers' inputs" not in "\n".join(forecast.lines(tiny, TINY, learner()))
+
+
 def test_a_chunk_of_as_many_tokens_as_the_model_is_wide_is_still_found_among_the_logits():
     chunk, head, states = "%a = f32[4096,18992] exp(", "%b = bf16[18992,4096] convert(", "%c = f32[8,14336,4096] add("
     widest = plan._widest("\n".join([chunk, head, states]), (151936, 18992), (4096,))
@@ -117,8 +128,8 @@ def test_a_mesh_that_cannot_be_made_is_said_with_its_reason():
 
 
 BASE = plan.Plan(
-    parameters=10**9, devices=8, params=10**9, moments=2 * 10**9, offloaded=0, gradients=10**9, batch=10**6,
-    micro_step=10**9, optimizer_step=10**8, traffic=(), widest=(1, "f32[1]"), widest_logits=(1, "f32[1]"),
+    parameters=10**9, devices=8, params=10**9, moments=2 * 10**9, offloaded=0, inputs_away=0, gradients=10**9,
+    batch=10**6, micro_step=10**9, optimizer_step=10**8, traffic=(), widest=(1, "f32[1]"), widest_logits=(1, "f32[1]"),
 )  # fmt: skip
 
 
@@ -135,7 +146,12 @@ BASE = plan.Plan(
             {"microbatch_rows": 4, "sharding": hardware.Sharding()},
             r"does not fit: .*set Sharding.sequence = \('tensor',\)",
         ),
-        ({"micro_step": 3 * 10**11}, {"microbatch_rows": 4}, "does not fit: .*raise tensor in Learner.mesh"),
+        ({"micro_step": 3 * 10**11}, {"microbatch_rows": 4}, "does not fit: .*set Learner.remat = 'offload'"),
+        (
+            {"micro_step": 3 * 10**11},
+            {"microbatch_rows": 4, "remat": "offload"},
+            "does not fit: .*raise tensor in Learner.mesh",
+        ),
     ],
 )
 def test_a_verdict_names_the_setting_to_change(changes, how, words):

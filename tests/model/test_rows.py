@@ -53,6 +53,19 @@ def test_what_is_recomputed_is_not_kept():
     assert full < block < none and full < 0.6 * none
 
 
+def test_inputs_that_are_offloaded_go_to_the_host_and_come_back():
+    model, inputs = small(), batch()
+    params = decoder.abstract_params(model)
+
+    def moves(remat):
+        program = jax.make_jaxpr(jax.grad(lambda p: jnp.mean(rows.hidden(model, p, inputs, remat=remat))))(params)
+        return [line.strip() for line in str(program).splitlines() if "device_put[" in line]
+
+    away, back = moves("offload")  # in the layers' scan, forward and backward: one array each, a layer's input
+    assert "f32<host>[4,20,32] = device_put[" in away and "f32[4,20,32] = device_put[" in back
+    assert moves("full") == []
+
+
 @pytest.mark.parametrize("sequence", [(), ("tensor",)])
 def test_a_mesh_and_sequence_parallelism_change_no_number(sequence):
     model, inputs = small(), batch(8)
@@ -61,7 +74,7 @@ def test_a_mesh_and_sequence_parallelism_change_no_number(sequence):
     placed = jax.device_put(params, sharding.param_shardings(params, layout.mesh, layout.table))
 
     def loss(params, layout):
-        return jnp.mean(rows.hidden(model, params, inputs, remat="full", layout=layout) ** 3)
+        return jnp.mean(rows.hidden(model, params, inputs, remat="offload", layout=layout) ** 3)
 
     step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
     for got, want in zip(*map(jax.tree.leaves, (step(placed, layout), step(params, None))), strict=True):
