@@ -25,7 +25,7 @@ SMALL = ("Model.d_model=32", "Model.d_mlp=64", "Model.layers=1", "Demonstrations
 
 def environment(devices, **more):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     return {**kept, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": flags, **more}  # fmt: skip
 
