@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -34,11 +35,21 @@ KINDS = {
 }  # fmt: skip
 
 
+@contextlib.contextmanager
+def _keeping_bytecode() -> Iterator[None]:
+    """Programs leave no bytecode behind, but what is imported here before any of them runs is kept: where the packages
+    were installed without it, each start would compile SymPy again, which takes five times what its import takes."""
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = before
+
+
+@_keeping_bytecode()
 def warm(kind: str) -> None:
     """Import the modules of a kind and go once through their usual paths. Raises ImportError when one is missing."""
-    for name in KINDS["bare"]:
-        importlib.import_module(name)
-    for name in KINDS[kind]:
+    for name in (*KINDS["bare"], *KINDS[kind]):
         importlib.import_module(name)
     if kind in ("math", "science"):
         sympy, numpy = sys.modules["sympy"], sys.modules["numpy"]

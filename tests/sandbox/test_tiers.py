@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rstar2_sandbox import executor, jail, seccomp
+from rstar2_sandbox import executor, images, jail, seccomp
 
 SYSTEM_PYTHON = "/usr/bin/python3"
 HERE = pathlib.Path(__file__).parent
@@ -82,3 +82,12 @@ def test_the_doctor_says_what_it_found():
 def test_a_program_that_does_not_run_here_is_not_measured(bench):
     with pytest.raises(executor.SlotError, match="not measured: error, ModuleNotFoundError"):
         bench.runner.run(executor.measure_rate(bench.slot, "import no_such_module", 2))
+
+
+def test_what_an_image_imports_is_compiled_once_for_all_and_what_programs_import_is_not(tmp_path):
+    """Packages may be installed without their bytecode; the environment of images forbids writing any."""
+    program = "from rstar2_sandbox import image; image.warm('sql'); import wave"
+    environment = {**images.ENVIRONMENT, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONPATH": str(SANDBOX)}
+    subprocess.run([sys.executable, "-s", "-P", "-c", program], env=environment, check=True, timeout=60)
+    kept = {path.name.split(".")[0] for path in tmp_path.rglob("*.pyc")}
+    assert {"statistics", "dbapi2", "sql_child"} <= kept and "wave" not in kept
