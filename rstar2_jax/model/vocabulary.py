@@ -116,7 +116,7 @@ def _local_forward(how: How, hidden: Any, table: Any, targets: Any, wanted: Any)
         top = _across(how, jax.lax.pmax, logits.max(axis=-1))
         logs = top + jnp.log(_across(how, jax.lax.psum, jnp.exp(logits - top[:, None]).sum(axis=-1)))
         gap = logits - logs[:, None]
-        picked = jnp.where(_one_hot(_rows(ids, at, chunk), logits), gap, 0).sum(axis=-1)
+        picked = _picked(logits, _rows(ids, at, chunk), logs)
         picked, negative = _across(how, jax.lax.psum, (picked, (jnp.exp(gap) * gap).sum(axis=-1)))
         wanted_here = at + jnp.arange(chunk) < plan.count
         values = (jnp.where(wanted_here, value, 0) for value in (picked, -negative, logs))
@@ -182,6 +182,13 @@ def _local_ids(how: How, table: Any, targets: Any) -> jax.Array:
     if not how.vocab_axes:
         return targets.reshape(-1)
     return targets.reshape(-1) - jax.lax.axis_index(how.vocab_axes) * table.shape[0 if how.tied else 1]
+
+
+def _picked(logits: Any, ids: Any, logs: Any) -> jax.Array:
+    """Log-probability of each row's id, 0 where another share of the vocabulary has it."""
+    own = (ids >= 0) & (ids < logits.shape[1])
+    found = jnp.take_along_axis(logits, jnp.where(own, ids, 0)[:, None], axis=1)[:, 0]
+    return jnp.where(own, found - logs, 0)
 
 
 def _one_hot(ids: Any, logits: Any) -> jax.Array:
