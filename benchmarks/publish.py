@@ -1,9 +1,11 @@
 """Publish and update of a 1 B-parameter model in bfloat16 between two processes: python benchmarks/publish.py [--json].
 
 This process holds the parameters and publishes them; a second one reads each version into host memory as a server's
-rank does (chunks.Reader, checksums proved). Beside each repetition, in the same process and folder, as many bytes are
-written to one plain file and read from it, neither side synced: what the machine gives without a store. Printed are
-medians of the rates, their ratios, and the resident memory of both processes, which must stay flat.
+rank does (chunks.Reader, checksums proved) and copies it over the one before. Beside each repetition, in the same
+process and folder, one thread writes as many bytes to a new plain file, deletes the one before as the store does, and
+reads the file into memory that holds all of it, neither side synced: what the machine gives without a store. Printed
+are medians of the rates, of CPU seconds (which say more on a machine that others use as well), their ratios, and the
+resident memory of both processes, which must stay flat.
 
     --parameters N    instead of 1e9        --repetitions N    instead of 20
     --folder DIR      instead of a temporary one; needs room for three copies of the parameters
@@ -42,28 +44,30 @@ def cpu_seconds() -> float:
     return time.process_time()
 
 
-def raw_read(path: pathlib.Path, buffer: np.ndarray) -> float:
-    """Seconds to read a plain file into memory."""
-    start = time.perf_counter()
+def raw_read(path: pathlib.Path, memory: np.ndarray) -> dict[str, float]:
+    """Seconds, and of them CPU's, to read a plain file into memory that was used before."""
+    start, cpu, at = time.perf_counter(), cpu_seconds(), 0
     with path.open("rb", buffering=0) as file:
-        while file.readinto(buffer.data):
-            pass
-    return time.perf_counter() - start
+        while got := file.readinto(memory.data[at : at + PIECE_BYTES]):
+            at += got
+    return {"raw": time.perf_counter() - start, "raw_cpu": cpu_seconds() - cpu}
 
 
-def raw_write(path: pathlib.Path, total: int, buffer: np.ndarray) -> float:
-    """Seconds to write as many bytes into a new plain file."""
-    start = time.perf_counter()
-    with path.open("wb", buffering=0) as file:
+def raw_write(path: pathlib.Path, total: int, buffer: np.ndarray) -> dict[str, float]:
+    """Seconds, and of them CPU's, to write as many bytes into a new plain file and delete the one before."""
+    start, cpu = time.perf_counter(), cpu_seconds()
+    fresh = path.with_suffix(".new")
+    with fresh.open("wb", buffering=0) as file:
         for at in range(0, total, len(buffer)):
             file.write(buffer.data[: min(len(buffer), total - at)])
-    return time.perf_counter() - start
+    fresh.replace(path)
+    return {"raw_write": time.perf_counter() - start, "raw_write_cpu": cpu_seconds() - cpu}
 
 
 def reader(root: str) -> None:
     """The second process: one line in for each version, one line out of what it took."""
     held: dict[tuple, np.ndarray] = {}
-    buffer = np.ones(PIECE_BYTES, np.uint8)
+    memory = np.ones(0, np.uint8)
     for line in sys.stdin:
         version, raw = line.split()
         start, cpu = time.perf_counter(), cpu_seconds()
@@ -77,7 +81,9 @@ def reader(root: str) -> None:
                 held[name] = array
         said = {"seconds": time.perf_counter() - start, "cpu": cpu_seconds() - cpu, "bytes": opened.bytes_read}
         del opened
-        said |= {"raw": raw_read(pathlib.Path(raw), buffer), "resident": resident_bytes()}
+        if not memory.size:
+            memory = np.ones(pathlib.Path(raw).stat().st_size, np.uint8)
+        said |= {**raw_read(pathlib.Path(raw), memory), "resident": resident_bytes()}
         print(json.dumps(said), flush=True)
 
 
@@ -113,11 +119,10 @@ def measure(arguments: argparse.Namespace, folder: pathlib.Path) -> dict:
             start, cpu = time.perf_counter(), cpu_seconds()
             publish.publish(params, model, root, version, dtype="bfloat16", keep=1)
             row = {"publish": time.perf_counter() - start, "publish_cpu": cpu_seconds() - cpu}
-            row["raw_write"] = raw_write(plain, 2 * count, buffer)
+            row |= raw_write(plain, 2 * count, buffer)
             child.stdin.write(f"{version} {plain}\n")
             child.stdin.flush()
             row |= {"read": json.loads(child.stdout.readline()), "resident": resident_bytes()}
-            plain.unlink()
             rows.append(row)
             print(f"{version}: {row}", file=sys.stderr)
         child.stdin.close()
@@ -149,7 +154,12 @@ def summary(count: int, rows: list[dict]) -> dict:
             (r["raw_write"] + r["read"]["raw"]) / (r["publish"] + r["read"]["seconds"]) for r in rows
         ),
         "publish_cpu_s": median(r["publish_cpu"] for r in rows),
+        "raw_write_cpu_s": median(r["raw_write_cpu"] for r in rows),
         "update_cpu_s": median(r["read"]["cpu"] for r in rows),
+        "raw_read_cpu_s": median(r["read"]["raw_cpu"] for r in rows),
+        "both_to_raw_cpu": median(
+            (r["raw_write_cpu"] + r["read"]["raw_cpu"]) / (r["publish_cpu"] + r["read"]["cpu"]) for r in rows
+        ),
         "publisher_memory": spread([r["resident"] for r in rows]),
         "reader_memory": spread([r["read"]["resident"] for r in rows]),
     }

@@ -22,6 +22,7 @@ from rstar2_jax.weights import manifest as manifests
 
 WINDOW_BYTES = 256 * 2**20  # of tensors that are read ahead of the one that is handed out
 _THREADS = max(2, min(8, os.cpu_count() or 1))  # checksums and copies, which release the interpreter
+_LOCAL = frozenset(("ext2", "ext3", "ext4", "xfs", "f2fs", "tmpfs", "overlay"))
 
 
 class StoreError(RuntimeError):
@@ -43,7 +44,7 @@ class Reader:
         self.manifest = manifest
         self.bytes_read = 0
         # One context for one reader: tensors share the database's pages, and nothing cached outlives a deleted version.
-        context = ts.Context()
+        context = ts.Context({"file_io_mode": {"mode": "memmap" if is_local(folder) else "default"}})
         opening, self._arrays = {}, {}
         name = ""
         try:
@@ -87,7 +88,7 @@ class Reader:
             place = entry.box(index)
             stored = self._arrays[name, entry.writer(index)][place]
             nbytes += entry.itemsize * int(np.prod([s.stop - s.start for s in place], dtype=np.int64))
-            futures.append(threads.submit(_prove, stored, entry.crc32[index], place, box, array))
+            futures.append(threads.submit(self._prove, stored, entry.checksums[index], place, box, array))
         self.bytes_read += nbytes
         return _Pending(name, box, array, futures, nbytes)
 
@@ -102,6 +103,20 @@ class Reader:
                 raise StoreError(f"{where} does not match its checksum")
         return pending.name, pending.box, pending.array
 
+    def _prove(self, stored: Any, checksum: int, place: manifests.Box, box: manifests.Box, into: np.ndarray) -> bool:
+        """Put a chunk's share of a box where it belongs; False where the chunk differs from its checksum."""
+        common = [slice(max(p.start, b.start), min(p.stop, b.stop)) for p, b in zip(place, box, strict=True)]
+        target = into[tuple(slice(c.start - b.start, c.stop - b.start) for c, b in zip(common, box, strict=True))]
+        # Started only here, so that no more than _THREADS chunks are on their way.
+        if tuple(common) == place:  # without a copy between the file's pages and the box
+            ts.array(target).write(stored).result()
+            return self.manifest.checksum(target) == checksum
+        chunk = stored.read().result()
+        target[...] = chunk[
+            tuple(slice(c.start - p.start, c.stop - p.start) for c, p in zip(common, place, strict=True))
+        ]
+        return self.manifest.checksum(chunk) == checksum
+
 
 class _Pending:
     """A box on its way."""
@@ -110,13 +125,16 @@ class _Pending:
         self.name, self.box, self.array, self.futures, self.nbytes = name, box, array, futures, nbytes
 
 
-def _prove(stored: Any, crc32: int, place: manifests.Box, box: manifests.Box, into: np.ndarray) -> bool:
-    """Put a chunk's share of a box where it belongs; False, with nothing put, where it differs from its checksum."""
-    chunk = stored.read().result()  # started only here, so that no more than _THREADS chunks are on their way
-    if manifests.checksum(chunk) != crc32:
+def is_local(folder: pathlib.Path) -> bool:
+    """Whether files in a folder can be mapped: on a disk of this machine, a page that was there stays there.
+
+    On a network's file system a mapped file that its server forgets kills the process; a read of it is only an error.
+    """
+    try:
+        device = folder.stat().st_dev
+        mounts = pathlib.Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
         return False
-    common = [slice(max(p.start, b.start), min(p.stop, b.stop)) for p, b in zip(place, box, strict=True)]
-    source = tuple(slice(c.start - p.start, c.stop - p.start) for c, p in zip(common, place, strict=True))
-    target = tuple(slice(c.start - b.start, c.stop - b.start) for c, b in zip(common, box, strict=True))
-    into[target] = chunk[source]
-    return True
+    number = f"{os.major(device)}:{os.minor(device)}"
+    kinds = {fields[fields.index("-") + 1] for fields in map(str.split, mounts) if fields[2] == number}
+    return bool(kinds) and kinds <= _LOCAL

@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-FORMAT = "rstar2-weights/2"
+FORMAT = "rstar2-weights/3"
+OLDER = "rstar2-weights/2"  # read as well: its checksums are plain CRC-32s
 FILE = "manifest.json"
 TENSORS = "tensors"
 WRITING, DELETING = ".writing-", ".deleting-"
@@ -34,6 +35,7 @@ MAX_CHUNK_BYTES = 64 * 2**20
 MIN_CHUNK_BYTES = 32 * 2**10  # smaller ones cost more in names than they save in reading
 READER_CUTS = 8  # tensor-parallel readers, at most, that each read only their own part
 DTYPES = ("float32", "bfloat16")
+_LINE, _LINES = 1024, 128  # words of a line, lines of a block: what a block holds stays in a core's cache
 _ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")  # cut along their inputs; all others along their first axis
 
 Box = tuple[slice, ...]
@@ -46,14 +48,14 @@ class Entry:
     Args:
         shape, dtype: of the tensor, dtype by name.
         chunks: shape of a zarr chunk; those at the upper ends may be cut off by the shape.
-        crc32: CRC-32 of the C-ordered little-endian bytes of each chunk, in C order of the grid.
+        checksums: of the C-ordered little-endian bytes of each chunk (`checksum`), in C order of the grid.
         writers: process of the trainer that wrote each chunk; empty where the first wrote all.
     """
 
     shape: tuple[int, ...]
     dtype: str
     chunks: tuple[int, ...]
-    crc32: tuple[int, ...]
+    checksums: tuple[int, ...]
     writers: tuple[int, ...] = ()
 
     @property
@@ -92,11 +94,16 @@ class Manifest:
     version: int
     parent: int
     tensors: Mapping[str, Entry]
+    format: str = FORMAT
+
+    def checksum(self, array: np.ndarray) -> int:
+        """Checksum of a chunk as this version's writer made it."""
+        return checksum(array) if self.format == FORMAT else zlib.crc32(_bytes(array))
 
     @property
     def digest(self) -> str:
-        """SHA-256 over names, shapes, dtypes, chunks, checksums: equal when content and layout are (up to CRC-32)."""
-        rows = [(name, e.shape, e.dtype, e.chunks, e.crc32) for name, e in sorted(self.tensors.items())]
+        """SHA-256 over names, shapes, dtypes, chunks, checksums: equal when content and layout are (up to 32 bits)."""
+        rows = [(name, e.shape, e.dtype, e.chunks, e.checksums) for name, e in sorted(self.tensors.items())]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
@@ -117,8 +124,24 @@ def committed_versions(root: str | pathlib.Path) -> list[int]:
 
 
 def checksum(array: np.ndarray) -> int:
-    """CRC-32 of the bytes of an array in C order."""
-    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
+    """CRC-32 of sums over the bytes of an array in C order, at a third of a plain CRC-32's time.
+
+    The bytes are 64-bit words in lines of _LINE words. Of every _LINES lines the CRC takes the sums of columns and of
+    lines, modulo 2**64, and at the end the bytes that fill no line as they are. Sums of columns see any change within
+    the length of a line, sums of lines see two that changed places.
+    """
+    data = _bytes(array)
+    full = data.size - data.size % (8 * _LINE)
+    lines, crc = data[:full].view("<u8").reshape(-1, _LINE), 0
+    for at in range(0, len(lines), _LINES):
+        block = lines[at : at + _LINES]
+        for axis in (0, 1):
+            crc = zlib.crc32(np.add.reduce(block, axis=axis), crc)
+    return zlib.crc32(data[full:], crc)
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -170,7 +193,7 @@ def array_spec(folder: pathlib.Path, name: str, entry: Entry, writer: int = 0) -
 
 def write(folder: pathlib.Path, manifest: Manifest) -> None:
     """Write the manifest into a folder whose tensors are complete."""
-    text = json.dumps({"format": FORMAT, "digest": manifest.digest, **dataclasses.asdict(manifest)}, indent=1)
+    text = json.dumps({"digest": manifest.digest, **dataclasses.asdict(manifest)}, indent=1)
     (folder / FILE).write_text(text)
 
 
@@ -184,14 +207,20 @@ def read(folder: pathlib.Path) -> Manifest:
     path = folder / FILE
     try:
         raw = json.loads(path.read_text())
-        if raw["format"] != FORMAT:
+        if raw["format"] not in (FORMAT, OLDER):
             raise ValueError(f"{path}: format {raw['format']!r}, this reader knows {FORMAT!r}")
         tensors = {
-            name: Entry(dtype=e["dtype"], **{field: tuple(v) for field, v in e.items() if field != "dtype"})
+            name: Entry(
+                shape=tuple(e["shape"]),
+                dtype=e["dtype"],
+                chunks=tuple(e["chunks"]),
+                checksums=tuple(e["checksums" if raw["format"] == FORMAT else "crc32"]),
+                writers=tuple(e["writers"]),
+            )
             for name, e in raw["tensors"].items()
         }
-        manifest = Manifest(version=raw["version"], parent=raw["parent"], tensors=tensors)
-        lengths = {name: math.prod(e.grid) - len(e.crc32) for name, e in tensors.items()}
+        manifest = Manifest(version=raw["version"], parent=raw["parent"], tensors=tensors, format=raw["format"])
+        lengths = {name: math.prod(e.grid) - len(e.checksums) for name, e in tensors.items()}
         if any(lengths.values()):
             raise ValueError(f"{path}: checksums are missing; publish this version again")
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:

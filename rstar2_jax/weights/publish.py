@@ -14,13 +14,13 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
-import functools
 import json
+import math
 import os
 import pathlib
 import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -51,14 +51,13 @@ class _Tensor:
     def chunks(self) -> Iterator[tuple[int, manifests.Box, np.ndarray]]:
         """(index, place in the tensor, values) of each chunk of this process; a shard is fetched once."""
         for place, values in self.shards:
-            array = _fetched(values, self.turned, self.entry.dtype)
-            for index in self.entry.covering(place):
-                box = self.entry.box(index)
-                inside = tuple(slice(b.start - p.start, b.stop - p.start) for b, p in zip(box, place, strict=True))
-                yield index, box, array[inside]
+            split = _fetched(values, self.turned, self.entry)
+            shape = split.shape[: len(place)]
+            for index, at in zip(self.entry.covering(place), np.ndindex(*shape), strict=True):
+                yield index, self.entry.box(index), split[at]
 
 
-_Part = dict[str, dict[int, int]]  # tensor -> chunk -> CRC-32
+_Part = dict[str, dict[int, int]]  # tensor -> chunk -> checksum
 
 
 def publish(
@@ -140,7 +139,7 @@ def _tensors(params: Any, model: Model, dtype: str) -> list[_Tensor]:
         held, shards = _shards(leaf, turned)
         shape = tuple(leaf.shape)[::-1] if turned else tuple(leaf.shape)
         chunks = manifests.chunk_shape(shape, itemsize, manifests.cut_axis(name), held)
-        entry = manifests.Entry(shape=shape, dtype=dtype, chunks=chunks, crc32=())
+        entry = manifests.Entry(shape=shape, dtype=dtype, chunks=chunks, checksums=())
         tensors.append(_Tensor(name=name, entry=entry, turned=turned, shards=shards))
     hf.check_shapes({tensor.name: tensor.entry.shape for tensor in tensors}, model)
     return tensors
@@ -161,26 +160,36 @@ def _shards(leaf: Any, turned: bool) -> tuple[tuple[int, ...], tuple[tuple[manif
     return tuple(leaf.sharding.shard_shape(leaf.shape)[::flip]), tuple(mine)
 
 
-def _fetched(values: Any, turned: bool, dtype: str) -> np.ndarray:
-    """A shard on the host, turned and rounded: on its device where it lies on one."""
-    if isinstance(values, jax.Array):
-        if turned or values.dtype.name != dtype:
-            values = _stored_form(values, turned, dtype)
-        return np.asarray(values)
-    return np.asarray(values.T if turned else values, jnp.dtype(dtype))
+def _fetched(values: Any, turned: bool, entry: manifests.Entry) -> np.ndarray:
+    """A shard on the host, turned, rounded and cut into chunks (grid's axes, then a chunk's), where it lies."""
+    if not isinstance(values, jax.Array):
+        return _stored_form(np.asarray(values), turned, entry.dtype, entry.chunks)
+    if turned or values.dtype.name != entry.dtype or math.prod(entry.grid[1:]) > 1:
+        return np.asarray(_on_device(values, turned, entry.dtype, entry.chunks))
+    return _stored_form(np.asarray(values), turned, entry.dtype, entry.chunks)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _stored_form(values: jax.Array, turned: bool, dtype: str) -> jax.Array:
-    return (values.T if turned else values).astype(dtype)
+def _stored_form(values: Any, turned: bool, dtype: str, chunks: tuple[int, ...]) -> Any:
+    # One reshape and one transposition: two in a row would each take its time.
+    axes = range(len(chunks))
+    held = chunks[::-1] if turned else chunks
+    split = values.reshape([n for size, chunk in zip(values.shape, held, strict=True) for n in (size // chunk, chunk)])
+    order = axes[::-1] if turned else axes
+    turned_split = split.transpose([2 * axis for axis in order] + [2 * axis + 1 for axis in order])
+    return turned_split.astype(jnp.dtype(dtype), copy=False)
 
 
-def _proved(tensors: list[_Tensor]) -> Iterator[tuple[_Tensor, int, manifests.Box, np.ndarray, int]]:
-    """(tensor, chunk, place, contiguous values, CRC-32) of every chunk of this process, a few made ahead."""
+_on_device = jax.jit(_stored_form, static_argnums=(1, 2, 3))
+
+
+def _proved(
+    tensors: list[_Tensor], checksum: Callable[[np.ndarray], int] = manifests.checksum
+) -> Iterator[tuple[_Tensor, int, manifests.Box, np.ndarray, int]]:
+    """(tensor, chunk, place, contiguous values, checksum) of every chunk of this process, a few made ahead."""
 
     def made(values: np.ndarray) -> tuple[np.ndarray, int]:
         values = np.ascontiguousarray(values)
-        return values, manifests.checksum(values)
+        return values, checksum(values)
 
     ahead: collections.deque[Any] = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
@@ -204,19 +213,20 @@ def _write(folder: pathlib.Path, tensors: list[_Tensor], writer: int) -> _Part:
     specs = {tensor.name: manifests.array_spec(folder, tensor.name, tensor.entry, writer) for tensor in mine}
     part: _Part = {tensor.name: {} for tensor in mine}
     commits: collections.deque[Any] = collections.deque()
-    transaction, writes, waiting, exist = ts.Transaction(), [], 0, False
-    arrays = _opened(specs, create=True, open=False, context=context, transaction=transaction)
-    for tensor, index, box, values, crc32 in _proved(mine):
-        part[tensor.name][index] = crc32
-        writes.append(arrays[tensor.name][box].write(values, can_reference_source_data_indefinitely=True))
+    with ts.Transaction() as metadata:
+        _opened(specs, create=True, open=False, context=context, transaction=metadata)
+    arrays = _opened(specs, open=True, context=context)
+    transaction, writes, waiting = ts.Transaction(), [], 0
+    for tensor, index, box, values, checksum in _proved(mine):
+        part[tensor.name][index] = checksum
+        array = arrays[tensor.name].with_transaction(transaction)
+        writes.append(array[box].write(values, can_reference_source_data_indefinitely=True))
         waiting += values.nbytes
         if waiting >= BATCH_BYTES:
             commits.append(_commit(transaction, writes))
-            if len(commits) > 1 or not exist:
+            if len(commits) > 1:
                 commits.popleft().result()
-                exist = True
             transaction, writes, waiting = ts.Transaction(), [], 0
-            arrays = _opened(specs, open=True, context=context, transaction=transaction)
     commits.append(_commit(transaction, writes))
     for commit in commits:
         commit.result()
@@ -240,13 +250,13 @@ def _entries(tensors: list[_Tensor], parts: dict[int, _Part]) -> dict[str, manif
     """Entries with the checksum and the writer of every chunk. Raises ValueError where nobody wrote one."""
     entries = {}
     for tensor in tensors:
-        written = {i: (crc, n) for n, part in parts.items() for i, crc in part.get(tensor.name, {}).items()}
+        written = {i: (found, n) for n, part in parts.items() for i, found in part.get(tensor.name, {}).items()}
         count = int(np.prod(tensor.entry.grid, dtype=np.int64))
         if len(written) != count:
             raise ValueError(f"{tensor.name}: {len(written)} of its {count} chunks were written by any process")
-        crcs, writers = zip(*(written[i] for i in range(count)), strict=True)
+        checksums, writers = zip(*(written[i] for i in range(count)), strict=True)
         single = set(writers) == {0}
-        entries[tensor.name] = dataclasses.replace(tensor.entry, crc32=crcs, writers=() if single else writers)
+        entries[tensor.name] = dataclasses.replace(tensor.entry, checksums=checksums, writers=() if single else writers)
     return entries
 
 
@@ -255,7 +265,9 @@ def _same(folder: pathlib.Path, tensors: list[_Tensor]) -> manifests.Manifest:
     found = manifests.read(folder)
     layouts = {tensor.name: (tensor.entry.shape, tensor.entry.dtype, tensor.entry.chunks) for tensor in tensors}
     differs = {name: (entry.shape, entry.dtype, entry.chunks) for name, entry in found.tensors.items()} != layouts
-    if differs or any(found.tensors[t.name].crc32[index] != crc32 for t, index, _, _, crc32 in _proved(tensors)):
+    if differs or any(
+        found.tensors[t.name].checksums[i] != made for t, i, _, _, made in _proved(tensors, found.checksum)
+    ):
         raise ValueError(
             f"{folder} is committed with other weights (digest {found.digest[:12]}): call prepare(root, "
             f"newest={found.version - 1}) when a run restarts from an older step"
@@ -275,7 +287,7 @@ def _other_part(folder: pathlib.Path, process: int) -> _Part:
     _wait(path.is_file, f"process {process} to write its shards into {folder}")
     part = json.loads(path.read_text())
     path.unlink()
-    return {name: {int(index): crc for index, crc in chunks.items()} for name, chunks in part.items()}
+    return {name: {int(index): found for index, found in chunks.items()} for name, chunks in part.items()}
 
 
 def _wait(holds: Any, what: str) -> None:

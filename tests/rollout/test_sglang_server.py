@@ -140,7 +140,7 @@ def _missing(tensors):
 def _wrong_shape(tensors):
     e = tensors[NAME]
     shape = (e.shape[0], e.shape[1] * 2)
-    tensors[NAME] = dataclasses.replace(e, shape=shape, crc32=e.crc32 * 2)
+    tensors[NAME] = dataclasses.replace(e, shape=shape, checksums=e.checksums * 2)
 
 
 def _wrong_dtype(tensors):
@@ -149,7 +149,7 @@ def _wrong_dtype(tensors):
 
 def _last_chunk_of_a_matrix(tensors):
     e = tensors[NAME]
-    tensors[NAME] = dataclasses.replace(e, crc32=(*e.crc32[:-1], e.crc32[-1] ^ 1))
+    tensors[NAME] = dataclasses.replace(e, checksums=(*e.checksums[:-1], e.checksums[-1] ^ 1))
 
 
 def truncate_the_largest_file(folder):

@@ -46,7 +46,7 @@ def params():
 
 
 def entry_of(shape, chunk):
-    return manifest.Entry(shape=shape, dtype="float32", chunks=chunk, crc32=())
+    return manifest.Entry(shape=shape, dtype="float32", chunks=chunk, checksums=())
 
 
 @settings(deadline=None)
@@ -138,11 +138,45 @@ def test_a_box_across_chunk_borders_is_put_together(tmp_path, params):
     np.testing.assert_array_equal(array, hf.to_hf(params, MODEL)[name][box])
 
 
+def test_a_truncated_file_is_an_error_of_large_chunks_too_which_are_mapped(tmp_path):
+    model = dataclasses.replace(MODEL, vocab_size=32768, layers=1)
+    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), decoder.abstract_params(model))
+    written = publish.publish(params, model, tmp_path, 0)
+    entry = written.tensors["model.embed_tokens.weight"]
+    assert entry.itemsize * math.prod(entry.chunks) >= 2**20
+    folder = manifest.version_folder(tmp_path, 0)
+    path = max((folder / manifest.TENSORS).rglob("*"), key=lambda p: p.stat().st_size)
+    for length in (path.stat().st_size // 4096 * 4096 - 4096, path.stat().st_size // 2, 4096):
+        os.truncate(path, length)
+        with pytest.raises(fetch.FetchError, match="tensor model"):
+            fetch.fetch(tmp_path, 0, model)
+
+
+@given(st.integers(0, 2**31), st.integers(1, 200_000))
+@settings(deadline=None, max_examples=40)
+def test_a_checksum_sees_a_flipped_bit_and_lines_that_changed_places(seed, size):
+    random = np.random.default_rng(seed)
+    data = random.integers(0, 256, size, np.uint8)
+    before = manifest.checksum(data)
+    place = random.integers(size)
+    data[place] ^= 1 << random.integers(8)
+    assert manifest.checksum(data) != before
+    data = random.integers(0, 256, (40, 4096), np.uint8)
+    assert manifest.checksum(data) != manifest.checksum(data[[1, 0, *range(2, 40)]])
+    assert manifest.checksum(data) == manifest.checksum(np.asfortranarray(data))
+
+
+def test_files_are_mapped_only_where_no_network_can_take_them_away(tmp_path):
+    assert not chunks.is_local(tmp_path / "absent")
+    assert not chunks.is_local(pathlib.Path("/proc"))
+    assert chunks.is_local(tmp_path) == (pathlib.Path("/proc/self/mountinfo").exists())
+
+
 def test_a_chunk_with_another_checksum_is_named_by_its_tensor_and_others_are_still_read(tmp_path, params):
     written = publish.publish(params, MODEL, tmp_path, 0)
     name, other = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
     entry = written.tensors[name]
-    wrong = dataclasses.replace(entry, crc32=(*entry.crc32[:-1], entry.crc32[-1] ^ 1))
+    wrong = dataclasses.replace(entry, checksums=(*entry.checksums[:-1], entry.checksums[-1] ^ 1))
     folder = manifest.version_folder(tmp_path, 0)
     manifest.write(folder, dataclasses.replace(written, tensors={**written.tensors, name: wrong}))
     reader = chunks.Reader(folder, manifest.read(folder))

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import math
 import os
 import pathlib
 import signal
 import subprocess
 import sys
 import time
+import zlib
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
-from rstar2_jax.model import decoder
+from rstar2_jax.model import decoder, hf
 from rstar2_jax.settings import Model
 from rstar2_jax.weights import fetch, manifest, publish
 
@@ -144,6 +147,26 @@ def test_a_manifest_that_was_edited_or_torn_is_refused(tmp_path, params):
         fetch.fetch(tmp_path, 1, MODEL)
 
 
+def test_a_version_of_the_format_before_is_read_held_to_its_own_checksums_and_published_again(tmp_path, params):
+    written = publish.publish(params, MODEL, tmp_path, 1)
+    whole = hf.to_hf(params, MODEL)
+
+    def older(raw):
+        raw["format"] = manifest.OLDER
+        for name, entry in raw["tensors"].items():
+            del entry["checksums"]
+            boxes = map(written.tensors[name].box, range(math.prod(written.tensors[name].grid)))
+            entry["crc32"] = [zlib.crc32(np.ascontiguousarray(whole[name][box])) for box in boxes]
+        rows = [(n, e["shape"], e["dtype"], e["chunks"], e["crc32"]) for n, e in sorted(raw["tensors"].items())]
+        raw["digest"] = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+    edit_manifest(tmp_path / "0000000001", older)
+    jax.tree.map(np.testing.assert_array_equal, fetch.fetch(tmp_path, 1, MODEL), params)
+    assert publish.publish(params, MODEL, tmp_path, 1).format == manifest.OLDER
+    with pytest.raises(ValueError, match="committed with other weights"):
+        publish.publish(shifted(params, 1.0), MODEL, tmp_path, 1)
+
+
 def test_a_tensor_missing_from_the_manifest_is_named(tmp_path, params):
     publish.publish(params, MODEL, tmp_path, 1)
     folder = tmp_path / "0000000001"
@@ -209,7 +232,7 @@ import sys
 sys.path.insert(0, {source!r})
 import jax
 import numpy as np
-from rstar2_jax.model import decoder
+from rstar2_jax.model import decoder, hf
 from rstar2_jax.settings import Model
 from rstar2_jax.weights import publish
 model = Model(family="qwen3", vocab_size=37, d_model=16, d_mlp=24, layers=2, heads=4, kv_heads=2, head_dim=8,
