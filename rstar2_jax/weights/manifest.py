@@ -98,7 +98,7 @@ class Manifest:
 
     def checksum(self, array: np.ndarray) -> int:
         """Checksum of a chunk as this version's writer made it."""
-        return checksum(array) if self.format == FORMAT else zlib.crc32(_bytes(array))
+        return checksum(array) if self.format == FORMAT else zlib.crc32(_bytes(array).data)
 
     @property
     def digest(self) -> str:
@@ -136,8 +136,8 @@ def checksum(array: np.ndarray) -> int:
     for at in range(0, len(lines), _LINES):
         block = lines[at : at + _LINES]
         for axis in (0, 1):
-            crc = zlib.crc32(np.add.reduce(block, axis=axis), crc)
-    return zlib.crc32(data[full:], crc)
+            crc = zlib.crc32(np.add.reduce(block, axis=axis).data, crc)
+    return zlib.crc32(data[full:].data, crc)
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
