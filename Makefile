@@ -2,7 +2,7 @@
 VENV ?= .venv
 PY = $(VENV)/bin/python
 JOBS ?= 2               # test files at once
-# Files in their order: tests/e2e, whose files take minutes, come early, so that none of them is the last.
+# Files in the order that tests/conftest.py gives them.
 TESTS = $(PY) -m pytest -n $(strip $(JOBS)) --dist loadfile --no-loadscope-reorder
 .PHONY: help setup box study study-hard sweep-failed box-real test unit test-long torch test-octave sglang-env test-sglang harness-env test-harness test-hub lint fuzz drills clean peers bench-step drill-resume
 

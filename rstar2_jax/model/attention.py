@@ -56,16 +56,12 @@ def _local(q: Any, k: Any, v: Any, segment_ids: Any) -> jax.Array:
     return (dense if q.shape[1] <= DENSE_TOKENS else blockwise)(q, k, v, segment_ids)
 
 
+@jax.custom_vjp
 def dense(
     q: Float[Array, "b t h d"], k: Float[Array, "b t k d"], v: Float[Array, "b t k d"], segment_ids: Int[Array, "b t"]
 ) -> Float[Array, "b t h d"]:
     """The form of short rows: static blocks of queries, softmax weights kept."""
-    return _dense(q, k, v, segment_ids)
-
-
-@jax.custom_vjp
-def _dense(q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
-    return _dense_fwd(q, k, v, segments)[0]
+    return _dense_fwd(q, k, v, segment_ids)[0]
 
 
 def _dense_fwd(q: Any, k: Any, v: Any, segments: Any) -> Any:
@@ -107,7 +103,7 @@ def _dense_bwd(residuals: Any, dout: Any) -> Any:
     return ops.ungroup(_along(dqs)), dk, dv, None
 
 
-_dense.defvjp(_dense_fwd, _dense_bwd)
+dense.defvjp(_dense_fwd, _dense_bwd)
 
 
 def _spans(tokens: int) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ import ast
 import itertools
 import pathlib
 import re
+import subprocess
 
 import pytest
 
@@ -15,6 +16,10 @@ PARTS = dict(re.findall(r"^## (\d) .*\n([\s\S]*?)(?=^## |\Z)", PAGE, re.MULTILIN
 NAMED_TREES = (("rstar2_jax", "*.py"), ("rstar2_jax", "*.jinja"), ("sandbox/rstar2_sandbox", "*.py"), ("gin", "*.gin"))
 NAMED_FOLDERS = ("launch", "benchmarks", "sandbox/deploy")
 MADE_BY_A_RUN = ("resolved.gin",)
+TOP = set(
+    ".ci .gitignore CONTRIBUTING.md Makefile README.md WORKSPACE.md benchmarks constraints-3.11.txt "
+    "constraints-3.12.txt gin launch pyproject.toml rstar2_jax sandbox setup.py tests".split()
+)
 
 
 def listed():
@@ -118,3 +123,10 @@ def test_every_make_target_named_is_one():
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     named = set(itertools.chain(re.findall(r"`make ([a-z-]+)`", PAGE)))
     assert named and named <= targets
+
+
+def test_nothing_else_is_committed_at_the_top():
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("not a clone")
+    done = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert {path.split("/")[0] for path in done.stdout.splitlines()} <= TOP
