@@ -8,8 +8,12 @@ os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
-        # Tests are many small programs: compiling them is most of the suite's time. Child processes get the defaults.
+        # Tests are many small programs: compiling them is most of the suite's time, and with these it takes a third of
+        # it. Child processes get the defaults, unless a test says otherwise.
         "--xla_backend_optimization_level=0",
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_parallel_codegen_split_count=1",
     ]
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -16,9 +16,7 @@ from rstar2_jax.types import TrainState
 
 def bytes_on_device(tree: Any) -> int:
     """Bytes that one device, or its host for it, holds of abstract arrays that know their sharding."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
-    )
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def create(params: Any, optimizer: optax.GradientTransformation, where: TrainState) -> TrainState:

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from rstar2_jax.model import attention, ops, pages
@@ -41,6 +43,7 @@ class Places(NamedTuple):
     tables: Any
 
 
+_ROW = 1 << 16  # numbers drawn at once for a small leaf
 _SHAPE_ONLY = nn.initializers.zeros  # the modules declare shapes; init_params draws the values, leaf by leaf
 
 
@@ -297,8 +300,8 @@ def init_params(settings: Model, key: jax.Array) -> Params:
     stream 1 / (2 layers) of that), embedding normal with variance 1 / d_model, so that a token outweighs what the first
     layers add to it, norms one, biases zero.
 
-    Each leaf is drawn under its own key, made from its path: small programs that compile once for each shape, where
-    one program for all layers would take longer to compile than to run.
+    Each leaf is drawn under its own key, made from its path. A program for each shape would take longer to compile than
+    to run: small leaves are cut from one row of numbers, which begins with those that a shorter one has.
 
     Args:
         key: PRNG key; the same key gives the same parameters.
@@ -307,14 +310,17 @@ def init_params(settings: Model, key: jax.Array) -> Params:
     def draw(path, leaf):
         names = [entry.key for entry in path]
         if names[-1] == "bias":
-            return jnp.zeros(leaf.shape, leaf.dtype)
+            return jnp.array(np.zeros(leaf.shape, leaf.dtype))
         if names[-1] == "scale":
-            return jnp.ones(leaf.shape, leaf.dtype)
+            return jnp.array(np.ones(leaf.shape, leaf.dtype))
         deviation = leaf.shape[-1 if names[-1] == "embedding" else 0] ** -0.5
         if names[-2] in ("o", "down"):
             deviation *= (2 * settings.layers) ** -0.5
         own = jax.random.fold_in(key, zlib.crc32("/".join(names).encode()))
-        return jax.random.normal(own, leaf.shape, leaf.dtype) * deviation
+        if leaf.size > _ROW or isinstance(key, Tracer):
+            return jax.random.normal(own, leaf.shape, leaf.dtype) * deviation
+        row = np.asarray(jax.random.normal(own, (_ROW,), leaf.dtype))
+        return jnp.array(row[: leaf.size].reshape(leaf.shape) * row.dtype.type(deviation))
 
     return jax.tree_util.tree_map_with_path(draw, abstract_params(settings))
 

@@ -164,9 +164,7 @@ def _tokens(
             continue
         entropy = float(entropies[index])
         logprob = float(turn.behavior_logprobs[index])
-        made.append(
-            Token(text=text, kind=next(kinds), entropy=entropy, logprob=logprob, high=entropy >= threshold > 0)
-        )
+        made.append(Token(text=text, kind=next(kinds), entropy=entropy, logprob=logprob, high=entropy >= threshold > 0))
     return tuple(made)
 
 

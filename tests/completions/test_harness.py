@@ -185,9 +185,7 @@ def test_sgl_eval_runs_aime25(endpoint, tmp_path):
 def test_sgl_eval_finds_the_pass_at_1_that_our_grader_finds_on_the_same_samples(endpoint, sandbox, tmp_path):
     task = settings.Task(source="box", tokenizer="box", template="box", families=FAMILIES)
     problems = list({p.question: p for p in prompts.eval_prompts(task, PROBLEMS, 0)}.values())
-    metrics, samples = sgl_eval(
-        endpoint, tmp_path / "out", *ask_bare(tmp_path, problems), "--n-repeats", str(REPEATS)
-    )
+    metrics, samples = sgl_eval(endpoint, tmp_path / "out", *ask_bare(tmp_path, problems), "--n-repeats", str(REPEATS))
     assert len(samples) == REPEATS * len(problems)
 
     async def grades():

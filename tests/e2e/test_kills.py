@@ -17,35 +17,30 @@ import pytest
 
 from rstar2_jax.io import checkpoint, metrics, trajectories
 from rstar2_jax.types import StopReason, Verdict
+from tests.e2e import starts
 
 pytestmark = pytest.mark.e2e
 
 STEPS = 4
-TINY = (
-    "Model.d_model=48",
-    "Model.layers=2",
-    "Model.d_mlp=96",
-    "Model.heads=2",
-    "Model.kv_heads=1",
+SMALL = (
+    *starts.SIZES,
     "Rollout.prompts_per_step=4",
     "Rollout.oversample=8",
     "Rollout.group_size=4",
     "Rollout.engine_slots=16",
     "Roc.max_refills=2",
     "Run.save_every_steps=2",
-    "Demonstrations.tool_share=0.9",
-    "Demonstrations.count=4000",
     "Optimizer.lr=2e-3",
     "HELD_OUT_EVERY=2",
     "HELD_OUT_PROBLEMS=6",
 )
 
 
-def command(file, workdir, *bindings, steps=STEPS, overlays=()):
-    files = [f"--gin_file={name}" for name in (file, "model/box.gin", "scale/box.gin", *overlays)]
-    other = ("Demonstrations",) if file != "sft.gin" else ("Rollout", "Roc", "HELD_OUT", "Run")
-    wanted = [text for text in TINY if not text.startswith(other)]
-    pairs = [f"--gin_bindings={text}" for text in (*wanted, *bindings)]
+def command(start, workdir, *bindings, steps=STEPS, overlays=()):
+    """A run of stage 1 from what was fine-tuned below the folder `start`."""
+    files = [f"--gin_file={name}" for name in ("stage1.gin", "model/box.gin", "scale/box.gin", *overlays)]
+    init = f'Run.init_from="{start / "sft"}"'
+    pairs = [f"--gin_bindings={text}" for text in (*SMALL, init, *bindings)]
     return [sys.executable, "-m", "rstar2_jax.launch", *files, f"--workdir={workdir}", f"--steps={steps}", *pairs]
 
 
@@ -63,10 +58,8 @@ def run(line, limit_s=240.0):
 def started(tmp_path_factory):
     """A model with a little of the format, and an uninterrupted RL run from it."""
     root = tmp_path_factory.mktemp("kills")
-    code, text = run(command("sft.gin", root / "sft", steps=120))
-    assert code == 0, text
-    whole = command("stage1.gin", root / "whole", f'Run.init_from="{root / "sft"}"')
-    code, text = run(whole)
+    (root / "sft").symlink_to(starts.fine_tuned(tmp_path_factory))
+    code, text = run(command(root, root / "whole"))
     assert code == 0, text
     return root
 
@@ -144,7 +137,7 @@ def test_the_run_has_tools_rewards_and_updates_to_lose(started):
 
 def test_a_run_of_learning_rate_zero_samples_from_the_same_policy_at_every_version(started):
     workdir = started / "still"
-    code, text = run(command("stage1.gin", workdir, f'Run.init_from="{started / "sft"}"', "Optimizer.lr=0.0", steps=3))
+    code, text = run(command(started, workdir, "Optimizer.lr=0.0", steps=3))
     assert code == 0, text
     jax.tree.map(np.testing.assert_array_equal, final_params(workdir), final_params(started / "sft"))
     numbers = metrics.read_metrics(workdir)
@@ -160,7 +153,7 @@ def test_a_run_of_learning_rate_zero_samples_from_the_same_policy_at_every_versi
 
 
 def test_kill_nine_of_the_trainer_in_a_step_and_the_same_command_gives_the_same_run_bit_for_bit(started):
-    line = command("stage1.gin", started / "killed", f'Run.init_from="{started / "sft"}"')
+    line = command(started, started / "killed")
     process = subprocess.Popen(line, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     try:
         # Step 3 is in work when the metrics of step 2 are there; the newest checkpoint is that of 2 done steps.
@@ -181,9 +174,7 @@ def test_kill_nine_of_the_trainer_in_a_step_and_the_same_command_gives_the_same_
 
 def test_a_run_that_generates_ahead_of_training_keeps_its_bound_over_a_kill(started):
     workdir, steps = started / "ahead", 6
-    line = command(
-        "stage1.gin", workdir, f'Run.init_from="{started / "sft"}"', steps=steps, overlays=["ablation/async.gin"]
-    )
+    line = command(started, workdir, steps=steps, overlays=["ablation/async.gin"])
     process = subprocess.Popen(line, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     try:
         log = workdir / metrics.METRICS_FILE
@@ -210,19 +201,14 @@ def kept_turns(workdir):
 
 
 def test_a_run_on_engine_processes_is_the_run_on_the_engine_inside(started):
-    line = command(
-        "stage1.gin",
-        started / "processes",
-        f'Run.init_from="{started / "sft"}"',
-        overlays=["ablation/engine_processes.gin"],
-    )
+    line = command(started, started / "processes", overlays=["ablation/engine_processes.gin"])
     code, text = run(line)
     assert code == 0 and "2 engine processes ready" in text, text
     assert_same_run(started / "whole", started / "processes")
 
 
 def test_a_polite_stop_ends_with_a_checkpoint_and_the_same_command_goes_on(started):
-    line = command("stage1.gin", started / "stopped", f'Run.init_from="{started / "sft"}"')
+    line = command(started, started / "stopped")
     process = subprocess.Popen(line, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     log = started / "stopped" / metrics.METRICS_FILE
     wait_for(lambda: log.exists() and log.read_text().count("\n") >= 1, process=process)
@@ -236,7 +222,7 @@ def test_a_polite_stop_ends_with_a_checkpoint_and_the_same_command_goes_on(start
 @pytest.mark.parametrize("victim", ["redis-server", "rstar2_sandbox worker"])
 def test_kill_nine_of_the_sandbox_leaves_no_wrong_reward(started, victim):
     workdir = started / f"without-{victim.split()[0]}"
-    line = command("stage1.gin", workdir, f'Run.init_from="{started / "sft"}"')
+    line = command(started, workdir)
     process = subprocess.Popen(line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         log = workdir / metrics.METRICS_FILE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -15,17 +16,18 @@ import numpy as np
 import pytest
 
 from rstar2_jax.io import checkpoint, metrics
+from tests.e2e import starts
 
 pytestmark = pytest.mark.e2e
 
-FILES = [f"--gin_file={name}" for name in ("sft.gin", "model/box.gin", "scale/box.gin")]
+FILES = [f"--gin_file={name}" for name in starts.FILES]
 SMALL = ("Model.d_model=32", "Model.d_mlp=64", "Model.layers=1", "Demonstrations.count=256", "Run.save_every_steps=2",
          "Optimizer.schedule='constant'")  # fmt: skip
 
 
 def environment(devices, **more):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    flags = re.sub(r"(device_count)=\d+", rf"\1={devices}", os.environ["XLA_FLAGS"])
     return {**kept, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": flags, **more}  # fmt: skip
 
@@ -70,10 +72,8 @@ def test_fine_tuning_over_two_processes_gives_the_run_of_one_and_goes_on_from_it
     assert json.loads((tmp_path / "two" / "resolved.json").read_text())["outcome"] == "exit code 0"
 
 
-def test_reinforcement_learning_over_two_processes_gives_the_run_of_one(tmp_path):
+def test_reinforcement_learning_over_two_processes_gives_the_run_of_one(tmp_path, tmp_path_factory):
     rl = [f"--gin_file={name}" for name in ("stage1.gin", "model/box.gin", "scale/box.gin")]
-    sizes = ["Model.d_model=48", "Model.d_mlp=96", "Model.layers=2", "Model.heads=2", "Model.kv_heads=1"]
-    sizes.append("Optimizer.lr=2e-3")
     rollouts = [
         "Rollout.prompts_per_step=4",
         "Rollout.oversample=8",
@@ -82,14 +82,12 @@ def test_reinforcement_learning_over_two_processes_gives_the_run_of_one(tmp_path
         "Roc.max_refills=3",
         "Run.save_every_steps=2",
         "HELD_OUT_EVERY=0",
+        "Optimizer.lr=2e-3",
     ]
-    fine_tuned = tmp_path / "sft"
+    fine_tuned = starts.fine_tuned(tmp_path_factory)
     launch = [sys.executable, "-m", "rstar2_jax.launch"]
-    taught = ("Demonstrations.tool_share=0.9", "Demonstrations.count=4000")
-    tuning = [*FILES, *(f"--gin_bindings={text}" for text in (*sizes, *taught))]
-    start([*launch, *tuning, f"--workdir={fine_tuned}", "--steps=120"], devices=1, processes=1)
     for name, processes in (("one", 1), ("two", 2)):
-        bound = [*sizes, *rollouts, f"Run.init_from='{fine_tuned}'", "Learner.mesh=(1, 2, 1)"]
+        bound = [*starts.SIZES, *rollouts, f"Run.init_from='{fine_tuned}'", "Learner.mesh=(1, 2, 1)"]
         flags = [*rl, *(f"--gin_bindings={text}" for text in bound), f"--workdir={tmp_path / name}", "--steps=3"]
         texts = start([*launch, *flags], devices=2, processes=processes)
         assert all("reward" not in text for text in texts[1:])  # one leads and shows what happens

@@ -27,6 +27,11 @@ def test_ruff_finds_nothing_to_complain_about():
     assert code == 0, output
 
 
+def test_ruff_would_write_every_file_as_it_is():
+    code, output = run("ruff", "format", "--check", ".")
+    assert code == 0, output
+
+
 def test_rooms_import_downwards_only():
     code, output = run("lint-imports", "--no-cache")
     assert code == 0, output

@@ -49,9 +49,7 @@ def finished_run(folder, steps=3):
 @pytest.mark.parametrize("choice, count", [("reset", 0), ("restart", 0), ("continue", 3)])
 def test_what_becomes_of_the_optimizer_between_stages_is_said_by_name(tmp_path, choice, count):
     before = finished_run(tmp_path / "one")
-    run = settings.Run(
-        workdir=str(tmp_path / "two"), steps=5, init_from=str(tmp_path / "one"), optimizer_start=choice
-    )
+    run = settings.Run(workdir=str(tmp_path / "two"), steps=5, init_from=str(tmp_path / "one"), optimizer_start=choice)
     learner = make_learner()
     store = checkpoint.Checkpoints(tmp_path / "two" / "checkpoints", keep=1)
     begun = begin.begin("train", run, TINY, learner, store)

@@ -27,8 +27,12 @@ def test_a_sum_over_devices_is_one_all_reduce_of_its_result():
 def module(kind, written):
     """The text of a module of eight devices with one collective."""
     return "\n".join(
-        ["HloModule m, num_partitions=8", "ENTRY %main (a: f32[8]) -> f32[4] {",
-         f"  ROOT %x = f32[4]{{0}} {kind}(f32[8]{{0}} %a), channel_id=1, {written}, dimensions={{0}}", "}"]  # fmt: skip
+        [
+            "HloModule m, num_partitions=8",
+            "ENTRY %main (a: f32[8]) -> f32[4] {",
+            f"  ROOT %x = f32[4]{{0}} {kind}(f32[8]{{0}} %a), channel_id=1, {written}, dimensions={{0}}",
+            "}",
+        ]  # fmt: skip
     )
 
 

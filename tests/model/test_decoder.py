@@ -71,6 +71,15 @@ def test_the_parameter_tree_is_the_abstract_one_in_float32(family, tied):
     assert ("q_norm" in params["layers_0"]["attn"]) == (family == "qwen3")
 
 
+def test_initial_parameters_cut_from_a_row_are_those_drawn_in_their_shapes(monkeypatch):
+    settings, key = small("qwen2", False), jax.random.key(7)
+    cut = decoder.init_params(settings, key)
+    traced = jax.jit(decoder.init_params, static_argnums=0)(settings, key)  # fused, it rounds otherwise
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), cut, traced)
+    monkeypatch.setattr(decoder, "_ROW", 0)
+    jax.tree.map(np.testing.assert_array_equal, cut, decoder.init_params(settings, key))
+
+
 def test_initial_parameters_have_the_promised_deviations_and_depend_on_the_key_alone():
     settings = small("llama", vocab_size=64, d_model=64, d_mlp=64, kv_heads=4, head_dim=16)  # one shape compiles once
     params = decoder.init_params(settings, jax.random.key(0))
