@@ -15,7 +15,7 @@ contestant samples the same numbers of ids; they take turns, each in its own pro
     --prompts N      prompts of `episodes` (default 64)
     --rows N         rows of a batch in `episodes`, lanes of the engine (default 64)
     --json           print one JSON object instead of a table
-    --only NAME      one contestant alone, with its errors shown (ours, tunix, torch)
+    --only NAME      this contestant, with its errors shown (ours, tunix, torch); may be given again
 """
 
 from __future__ import annotations
@@ -74,13 +74,15 @@ def make_request(number: int, turn: int, ids: list[int], length: int) -> Any:
     return Request(rid=f"{number}/{turn}", prompt_ids=ids, seed=8 * number + turn, sampling=sampling)
 
 
-async def run_episode(engine: Any, number: int, episode: rollout_task.Episode) -> None:
-    """Turn after turn, each a request that holds all before it, as the agent loop sends them."""
-    ids = list(episode.prompt)
-    for turn, length in enumerate(episode.lengths):
-        generation = await engine.generate(make_request(number, turn, ids, length))
-        ids += generation.token_ids.tolist()
-        ids += episode.replies[turn] if turn < len(episode.replies) else []
+async def run_episode(engines: Any, number: int, episode: rollout_task.Episode) -> None:
+    """Turn after turn in a seat of its own, each a request that holds all before it, as the agent loop sends them."""
+    ids, size = list(episode.prompt), len(episode.prompt)
+    budget = engines.caps.max_context_tokens - size  # how long it gets is not known beforehand
+    async with engines.seat(str(number), family=str(number // 8), prompt_tokens=size, budget_tokens=budget) as seat:
+        for turn, length in enumerate(episode.lengths):
+            generation = await seat.turn(make_request(number, turn, ids, length))
+            ids += generation.token_ids.tolist()
+            ids += episode.replies[turn] if turn < len(episode.replies) else []
 
 
 def model_of(load: str, found: list[rollout_task.Episode]) -> Any:
@@ -110,12 +112,14 @@ async def start_engine(model: Any, params: Any, lanes: int, kv_tokens: int | Non
 
 
 def prepare(task: dict[str, Any]) -> Any:
-    """Our contestant: the embedded engine as an episode sees it, one request a turn."""
+    """Our contestant: the embedded engine as an episode sees it, behind the pool that training puts before it."""
     import dataclasses
 
     import jax
 
+    from rstar2_jax import hosts
     from rstar2_jax.model import decoder
+    from rstar2_jax.rollout import pool
 
     load = task["load"]
     found = box_episodes() if load == "box" else rollout_task.episodes(load, task["prompts"])
@@ -123,10 +127,11 @@ def prepare(task: dict[str, Any]) -> Any:
     params = decoder.init_params(model, jax.random.key(0))
     engine = runner.run(start_engine(model, params, lanes, task.get("kv_tokens"), found[0].prompt))
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    engines = pool.Pool([engine], hosts.Fleet())
 
     async def run_all() -> None:
         await engine.flush()  # a round finds nothing of the one before
-        await asyncio.gather(*(run_episode(engine, number, episode) for number, episode in enumerate(found)))
+        await asyncio.gather(*(run_episode(engines, number, episode) for number, episode in enumerate(found)))
 
     def work() -> float:
         before = dataclasses.asdict(engine.stats)
@@ -150,7 +155,7 @@ def main() -> None:
     options.add_argument("--rows", type=int, default=64)
     options.add_argument("--kv_tokens", type=int)
     options.add_argument("--json", action="store_true")
-    options.add_argument("--only", choices=["ours", "tunix", "torch"])
+    options.add_argument("--only", choices=["ours", "tunix", "torch"], action="append")
     options.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     asked = options.parse_args()
     if asked.serve:
@@ -158,7 +163,7 @@ def main() -> None:
         return
     found = {}
     for load in ["equal", "episodes", "smollm2"] if asked.load == "all" else [asked.load]:
-        names = [asked.only] if asked.only else ["ours", *PEERS[load]]
+        names = asked.only or ["ours", *PEERS[load]]
         running = {name: command for name, command in contestants(asked.peers).items() if name in names}
         task = {"load": load, "prompts": asked.prompts, "rows": asked.rows, "kv_tokens": asked.kv_tokens}
         rounds = asked.rounds or (1 if load == "episodes" else 5)
