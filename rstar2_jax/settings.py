@@ -19,6 +19,7 @@ Fleet = hosts.Fleet
 Sandbox = hardware.Sandbox
 Sharding = hardware.Sharding
 Family = Literal["llama", "qwen2", "qwen3"]
+LEAST_TEMPERATURE = 1e-6  # logits divided by far less overflow to NaN log-probabilities; SGLang's bound too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +201,8 @@ class Rollout:
         ranges.check(
             self.oversample >= self.group_size, self, "oversample", f"must be >= group_size = {self.group_size}"
         )
-        ranges.check(self.temperature > 0, self, "temperature", "must be above 0 (1.0 is the policy itself)")
+        rule = f"must be {LEAST_TEMPERATURE:g} or more (1.0 is the policy itself)"
+        ranges.check(self.temperature >= LEAST_TEMPERATURE, self, "temperature", rule)
         ranges.check(0 < self.top_p <= 1, self, "top_p", "must be in (0, 1]")
         ranges.check(self.max_staleness >= 0, self, "max_staleness", "must be 0 (synchronous) or more steps")
         ranges.check(self.top_k == -1 or self.top_k > 0, self, "top_k", "must be above 0, or -1 for off")

@@ -4,8 +4,9 @@ Every field of OpenAI's request, and those that SGLang and vLLM add, is in one o
 Asked), a label without influence, accepted at its neutral value only, or unknown. What cannot be honoured is refused by
 name with a remedy, since an answer that was sampled otherwise than asked is a wrong measurement.
 
-`n` samples of a seed differ from each other; the first is that of the seed itself. Temperature 0 is greedy. `stop` ends
-the text of the answer; thoughts and tool calls are not searched for it.
+`n` samples of a seed differ from each other; the first is that of the seed itself. A temperature below 1e-6 is greedy,
+as in SGLang: logits divided by far less overflow. `stop` ends the text of the answer; thoughts and tool calls are not
+searched for it.
 
 Pure. Deliberately not here: HTTP (front.py) and sampling.
 """
@@ -17,6 +18,8 @@ import json
 import math
 from collections.abc import Mapping
 from typing import Any
+
+from rstar2_jax import settings
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
@@ -108,7 +111,7 @@ def read(body: Any) -> Asked:
         elif name not in _HONOURED and name not in _LABELS:
             raise RefusedError(f"unknown field {name[:80]!r}: leave it out", name[:80], code="unknown_parameter")
     temperature, top_k = _number(said, "temperature", 0, 1e4), _top_k(said)
-    if temperature == 0:
+    if temperature is not None and temperature < settings.LEAST_TEMPERATURE:
         temperature, top_k = None, 1
     return Asked(
         model=_text(said, "model"),

@@ -15,6 +15,7 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
+from rstar2_jax import settings
 from rstar2_jax.types import FinishReason
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -43,7 +44,8 @@ class Sampling:
 class Request:
     """One turn to generate. The same (prompt_ids, seed, sampling, weights) gives the same ids on any engine state.
 
-    temperature 0 is greedy decoding and is for evaluation and export checks only.
+    temperature 0 is greedy decoding and is for evaluation and export checks only; any other is at least
+    settings.LEAST_TEMPERATURE.
 
     on_ids, where an engine can, is called from a thread of its own with (place of the first, ids) as ids come; a turn
     that is sampled again begins at place 0 again.
@@ -105,10 +107,12 @@ def checked_request(caps: Caps, request: Request) -> np.ndarray:
     """
     ids, sampling = _checked_ids(caps, request.prompt_ids, f"request {request.rid}"), request.sampling
     needed, held = len(ids) + sampling.max_new_tokens, caps.max_context_tokens
+    least = settings.LEAST_TEMPERATURE
+    warm = sampling.temperature >= least
     rules = [
         (sampling.max_new_tokens > 0, f"max_new_tokens = {sampling.max_new_tokens} must be above 0"),
         (needed <= held, f"prompt {len(ids)} + {sampling.max_new_tokens} new ids do not fit the context of {held}"),
-        (sampling.temperature >= 0, f"temperature = {sampling.temperature} must be 0 or more"),
+        (warm or sampling.temperature == 0, f"temperature = {sampling.temperature} must be {least:g} or more, or 0"),
         (0 < sampling.top_p <= 1, f"top_p = {sampling.top_p} must be in (0, 1]"),
         (sampling.top_k == -1 or sampling.top_k > 0, f"top_k = {sampling.top_k} must be above 0, or -1 for off"),
         (0 <= request.seed < 2**64, f"seed = {request.seed} must be in [0, 2**64)"),

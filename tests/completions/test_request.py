@@ -39,9 +39,14 @@ def test_the_request_of_a_common_harness_is_read():
     assert asked.n == 1 and asked.thinks and asked.stop == ()
 
 
-def test_temperature_zero_is_greedy_whatever_top_k_says():
-    asked = read(temperature=0, top_k=50)
+@pytest.mark.parametrize("temperature", [0, 0.0, 5e-324, 2e-38, 9e-7])
+def test_a_temperature_of_zero_or_near_it_is_greedy_whatever_top_k_says(temperature):
+    asked = read(temperature=temperature, top_k=50)
     assert (asked.temperature, asked.top_k) == (None, 1)
+
+
+def test_the_least_temperature_is_sampled_with():
+    assert read(temperature=1e-6).temperature == 1e-6
 
 
 def test_both_ways_to_say_no_top_k_are_one():

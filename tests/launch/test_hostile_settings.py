@@ -60,3 +60,10 @@ def test_a_hostile_value_is_a_clear_error_or_a_sound_object(owner, name):
             kept = getattr(made, name)
             assert not (isinstance(kept, float) and math.isnan(kept)), f"{owner.__name__}.{name} took NaN"
             assert hash(made) == hash(build(owner, name, value))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2e-38, 9e-7])
+def test_a_temperature_that_log_probabilities_do_not_survive_is_refused(temperature):
+    with pytest.raises(ValueError, match=f"temperature = {temperature}: must be 1e-06 or more"):
+        build(settings.Rollout, "temperature", temperature)
+    assert build(settings.Rollout, "temperature", 1e-6).temperature == 1e-6

@@ -150,6 +150,7 @@ BAD_REQUESTS = {
     "too long": (dict(prompt=[1] * 10, new=10_000), "do not fit the context"),
     "no new ids": (dict(prompt=[1], new=0), "max_new_tokens = 0"),
     "temperature": (dict(prompt=[1], temperature=-1.0), "temperature = -1.0"),
+    "a temperature near 0": (dict(prompt=[1], temperature=2e-38), "temperature = 2e-38 must be 1e-06 or more, or 0"),
     "top_p": (dict(prompt=[1], top_p=0.0), "top_p = 0.0"),
     "top_k": (dict(prompt=[1], top_k=0), "top_k = 0"),
 }

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from rstar2_jax import settings
 from rstar2_jax.rollout import sampler
 
 sample = jax.jit(sampler.sample)
@@ -135,6 +136,13 @@ def test_temperature_zero_takes_the_best_id_and_reports_it_at_temperature_one():
     np.testing.assert_array_equal(ids, logits.argmax(axis=1))
     assert ids[3] == 7
     np.testing.assert_allclose(logprobs, jax.nn.log_softmax(logits)[np.arange(64), ids], atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [4, 300])
+def test_the_least_temperature_still_gives_numbers(vocab):
+    logits = np.random.default_rng(4).normal(size=(64, vocab)).astype(np.float32) * 100
+    ids, logprobs = draw(logits, temperature=settings.LEAST_TEMPERATURE)
+    assert np.isfinite(logprobs).all() and (ids == logits.argmax(axis=1)).all()
 
 
 def test_ids_without_probability_are_never_drawn():
