@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rstar2_jax import begin, settings
 from rstar2_jax.report import console
@@ -18,6 +19,11 @@ from rstar2_jax.types import Group, Prompt
 from rstar2_jax.weights import publish
 
 _GROUPS_AT_ONCE = 64
+_OF_RUN = ("init_from", "seed")
+_OF_TASK = ("source", "path", "difficulty", "families", "tools", "tool_name", "template")
+_OF_ROLLOUT = (
+    "temperature", "top_p", "top_k", "max_response_tokens", "max_turns", "max_calls_per_turn", "max_reply_tokens"
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +59,16 @@ async def open_room(
         sampler = rooms.sampler(rollout, settings.Roc(reject_equal=False), run.seed)
         await rooms.warm_up("1", rollout)
         yield Room(tier=rooms, sampler=sampler)
+
+
+def identity(run: settings.Run, task: settings.Task, rollout: settings.Rollout) -> dict[str, Any]:
+    """What was asked of whom and how, as JSON gives it back: answers that differ in any of it do not belong together.
+
+    Lengths of prompts, shapes of the engine and time limits are left out: an answer does not depend on them.
+    """
+    parts = ((run, _OF_RUN), (task, _OF_TASK), (rollout, _OF_ROLLOUT))
+    found = {name: getattr(owner, name) for owner, names in parts for name in names}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 async def ask(

@@ -162,18 +162,7 @@ def _identity(
     run: settings.Run, task: settings.Task, rollout: settings.Rollout, how: settings.Curation
 ) -> dict[str, Any]:
     """What answers in judged.jsonl depend on."""
-    return {
-        "init_from": run.init_from,
-        "seed": run.seed,
-        "source": task.source,
-        "path": task.path,
-        "difficulty": task.difficulty,
-        "tools": list(task.tools),
-        "samples": how.samples,
-        "temperature": rollout.temperature,
-        "max_response_tokens": rollout.max_response_tokens,
-        "max_turns": rollout.max_turns,
-    }
+    return {**ask.identity(run, task, rollout), "samples": how.samples}
 
 
 def _judged(path: Path, identity: dict[str, Any]) -> dict[str, Any]:

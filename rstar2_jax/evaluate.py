@@ -108,26 +108,18 @@ async def _evaluate(
 def _asked(run: settings.Run, task: settings.Task, rollout: settings.Rollout, samples: int) -> dict[str, Any]:
     """What was asked of whom and how: two evaluations that differ in any of it are two evaluations."""
     return {
-        "source": task.source,
-        "path": task.path,
         "problems_per_set": rollout.prompts_per_step,
         "samples_per_problem": samples,
-        "temperature": rollout.temperature,
-        "max_response_tokens": rollout.max_response_tokens,
-        "max_turns": rollout.max_turns,
-        "init_from": run.init_from,
-        "seed": run.seed,
+        **ask.identity(run, task, rollout),
     }
 
 
 def _check_same(done: Path, asked: dict[str, Any]) -> None:
     before = json.loads(done.read_text())
     for name, value in asked.items():
-        if before.get(name, value) != value:  # an older file says less
-            raise ValueError(
-                f"{done} was made with {name} = {before[name]!r}, this run has {value!r}: give another "
-                "--workdir, or delete the file"
-            )
+        if name not in before or before[name] != value:
+            then = f"was made with {name} = {before[name]!r}" if name in before else f"does not say its {name}"
+            raise ValueError(f"{done} {then}, this run has {value!r}: give another --workdir, or delete the file")
 
 
 def _line(entry: dict) -> str:
