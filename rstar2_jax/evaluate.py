@@ -35,7 +35,7 @@ def evaluate(
 ) -> int:
     """Ask `rollout.prompts_per_step` problems of each set, `samples` times each. Returns 0.
 
-    A finished evaluation in the workdir is left as it is.
+    A finished evaluation in the workdir is left as it is; trajectories of one without its evaluation.json are removed.
 
     Raises:
         ValueError: no weights to evaluate, samples below 1, or the workdir holds another evaluation.
@@ -86,6 +86,7 @@ async def _evaluate(
     with console.Console(0, title) as screen:
         async with ask.open_room(run, model, task, asked, sandbox, screen) as room:
             entries = []
+            trajectories.cut(workdir, 0)  # an earlier evaluation may have had more sets, and reports read every file
             for number, (name, kind, problems) in enumerate(sets):
                 ask.refuse_long(name, problems, room.tier.prompt_tokens, rollout.max_prompt_tokens)
                 with watch.phase("rollout"):

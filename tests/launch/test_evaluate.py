@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rstar2_jax import ask, curate, evaluate, settings
+from rstar2_jax.io import trajectories
 from rstar2_jax.types import FinishReason, Group, StopReason, Trajectory, Turn, Verdict
 
 TASK = settings.Task(source="box", families=("gcd", "power_mod"), tokenizer="box", template="box")
@@ -90,6 +91,15 @@ def test_a_file_that_says_less_than_is_asked_now_is_not_taken_for_this_evaluatio
         ValueError, match=r"evaluation.json does not say its families, this run has \[.*another --workdir"
     ):
         evaluate.evaluate(**given)
+
+
+def test_an_evaluation_that_is_made_again_leaves_no_trajectories_of_the_one_before(given, tmp_path):
+    assert evaluate.evaluate(**given) == 0
+    sets, before = len(TASK.families), trajectories.list_steps(tmp_path)
+    (tmp_path / "evaluation.json").unlink()
+    assert evaluate.evaluate(**changed(given, "task", dict(families=("gcd",)))) == 0
+    assert len(before) > sets and trajectories.list_steps(tmp_path) == before[:-1]
+    assert len(json.loads((tmp_path / "evaluation.json").read_text())["sets"]) == len(before) - 1
 
 
 @pytest.mark.parametrize("part, values", OTHER, ids=lambda value: str(value))
