@@ -151,9 +151,11 @@ class Front:
         finally:
             self.counts.in_flight -= count
             self._flush_timeline()
-        self.counts.served += 1
-        self.counts.choices += count
         return answer
+
+    def _count_served(self, work: _Work) -> None:
+        self.counts.served += 1
+        self.counts.choices += work.asked.n
 
     def _prepare(self, body: Any) -> _Work:
         """The request with its ids, held against the lengths that the engine has room for."""
@@ -206,6 +208,7 @@ class Front:
             return reply.with_texts(choice, [*told, *last])
 
         choices = await deadline.together([one(index) for index in range(work.asked.n)])
+        self._count_served(work)
         return web.json_response(reply.completion(work.rid, work.created, self._name, work.prompt_tokens, choices))
 
     async def _stream(self, http: web.Request, work: _Work) -> web.StreamResponse:
@@ -225,6 +228,7 @@ class Front:
             try:
                 task.result()
                 await response.write(b"data: [DONE]\n\n")
+                self._count_served(work)
             except (FaultError, EngineError) as error:
                 self.counts.faults += 1
                 await response.write(b"data: " + json.dumps(_error_body(str(error), "server_error")).encode() + b"\n\n")

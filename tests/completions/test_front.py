@@ -164,6 +164,15 @@ def test_an_episode_that_meets_the_turn_limit_has_no_answer(serve, chat):
     assert body["choices"][0]["episode"]["stop_reason"] == "turns"
 
 
+async def settled(served):
+    """The endpoint once nothing is in flight: a stream has reached its client a little before it is counted."""
+    for _ in range(500):
+        if not served.counts.in_flight:
+            break
+        await asyncio.sleep(0.01)
+    return served
+
+
 async def fetch(served, method, path, **more):
     async with served.http.request(method, served.url + path, **more) as response:
         return response.status, await response.json(), response.headers
@@ -224,9 +233,24 @@ def test_a_turn_that_outlasts_its_deadline_is_a_504(serve, chat):
 
 
 def test_a_fault_in_the_middle_of_a_stream_ends_it_with_an_error_and_without_done(serve, chat):
-    events = serve(Script(chat, [TURNS[0], EngineError("the device is gone")]), lambda served: served.stream())
+    async def use(served):
+        events = await served.stream()
+        return events, dataclasses.asdict((await settled(served)).counts)
+
+    events, counts = serve(Script(chat, [TURNS[0], EngineError("the device is gone")]), use)
+    assert counts == {"served": 0, "refused": 0, "faults": 1, "choices": 0, "in_flight": 0}
     assert events[-1]["error"]["type"] == "server_error" and "[DONE]" not in events
     assert all(c["finish_reason"] is None for e in events[:-1] for c in e["choices"])
+
+
+def test_what_was_told_to_the_end_is_counted_as_served(serve, chat):
+    async def use(served):
+        await served.post(n=2)
+        assert (await served.stream())[-1] == "[DONE]"
+        return dataclasses.asdict((await settled(served)).counts)
+
+    counts = serve(Script(chat, TURNS), use)
+    assert counts == {"served": 2, "refused": 0, "faults": 0, "choices": 3, "in_flight": 0}
 
 
 def test_a_call_that_the_sandbox_cannot_take_is_a_fault_of_the_server(serve, chat):
