@@ -5,7 +5,8 @@
     GET  /health                  200 while the engine lives, 503 otherwise; counts
 
 A fault of ours is a 5xx (in the middle of a stream: an error event and no [DONE]), never an answer. A client that goes
-away takes its episodes with it; one that reads slowly is waited for. Bodies must be declared as JSON, so that a web
+away takes its episodes with it; one that reads slowly is waited for, but no longer than Rollout.deadline_s for one
+event: one that never reads is dropped, and its places are free again. Bodies must be declared as JSON, so that a web
 page cannot make a browser post them here.
 
 Deliberately not here: authentication and TLS (a proxy's work), and records of what was asked.
@@ -45,6 +46,10 @@ class FaultError(Exception):
         super().__init__(f"the answer was lost by a fault of the server while it waited for {fault.waiting_for}: "
                          f"{fault.message}")  # fmt: skip
         self.status = _STATUS_OF_FAULT.get(fault.kind, 500)
+
+
+class _StalledError(Exception):
+    """A client that does not read its stream."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -223,20 +228,34 @@ class Front:
             await response.prepare(http)
             event = first
             while event is not None:
-                await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+                await self._taken(response.write(_event(json.dumps(event))))
                 event = await events.get()
             try:
                 task.result()
-                await response.write(b"data: [DONE]\n\n")
+                await self._taken(response.write(_event("[DONE]")))
                 self._count_served(work)
             except (FaultError, EngineError) as error:
                 self.counts.faults += 1
-                await response.write(b"data: " + json.dumps(_error_body(str(error), "server_error")).encode() + b"\n\n")
-            await response.write_eof()
+                said = json.dumps(_error_body(str(error), "server_error"))
+                await self._taken(response.write(_event(said)))
+            await self._taken(response.write_eof())
+            return response
+        except _StalledError:
+            _LOG.warning("a client that read nothing of its stream for %g s is dropped", self._rollout.deadline_s)
+            if http.transport is not None:
+                http.transport.abort()  # to close it in order would wait for the client once more
             return response
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    async def _taken(self, written: Awaitable[None]) -> None:
+        """Raises _StalledError where the client takes nothing for as long as an episode may wait for anything."""
+        try:
+            async with asyncio.timeout(self._rollout.deadline_s):
+                await written
+        except TimeoutError:
+            raise _StalledError from None
 
     async def _tell_all(self, work: _Work, events: asyncio.Queue[dict[str, Any] | None]) -> None:
         """Events of all choices into the queue, as they come."""
@@ -346,6 +365,10 @@ def _too_long(what: str, longest: int) -> requests.RefusedError:
         "Rollout.max_prompt_tokens"
     )
     return requests.RefusedError(message, "messages", code="context_length_exceeded")
+
+
+def _event(text: str) -> bytes:
+    return b"data: " + text.encode() + b"\n\n"
 
 
 def _refuse_constant(name: str) -> Any:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import io
 import json
+import types
+from typing import Any
 
 import aiohttp
 import jax
 import pytest
+from aiohttp import web
 
+from rstar2_jax.completions import front
 from rstar2_jax.model import decoder
 from rstar2_jax.rollout.engine import EngineError
 from rstar2_jax.rollout.jax_engine import JaxEngine
-from rstar2_jax.settings import Model
+from rstar2_jax.settings import Endpoint, Model
 from rstar2_jax.weights import publish
 from tests.completions.conftest import NAME, ROLLOUT, TASK, Script
 
@@ -328,3 +333,48 @@ def test_a_slow_reader_gets_everything(serve, tmp_path):
         return text
 
     assert serve(sampling(tmp_path / "w"), use).endswith(b"data: [DONE]\n\n")
+
+
+class Flood(front.Front):
+    """Tells an answer without end, of three choices."""
+
+    def _prepare(self, body):
+        return types.SimpleNamespace(asked=types.SimpleNamespace(n=3, stream=True))
+
+    def _flush_timeline(self):
+        """There is none."""
+
+    async def _tell_all(self, work, events):
+        while True:
+            events.put_nowait({"told": "x" * 100_000})
+            await asyncio.sleep(0.001)
+
+
+def test_a_client_that_never_reads_is_dropped_and_gives_its_places_back():
+    async def use():
+        opened: Any = types.SimpleNamespace(engine=None)
+        flood = Flood(opened, dataclasses.replace(ROLLOUT, deadline_s=0.3), Endpoint(), NAME)
+        runner = web.AppRunner(flood.app(), handler_cancellation=True, access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            reader, writer = await asyncio.open_connection(*runner.addresses[0][:2], limit=1024)
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            writer.write(head + b"Content-Length: 2\r\n\r\n{}")
+            while not flood.counts.in_flight:
+                await asyncio.sleep(0.01)
+            held = flood.counts.in_flight
+            for _ in range(1000):
+                if not flood.counts.in_flight:
+                    break
+                await asyncio.sleep(0.01)
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(2**20):  # what the network still held, and no more than that
+                    pass
+            writer.close()
+            return held, flood.counts
+        finally:
+            await runner.cleanup()
+
+    held, counts = asyncio.run(asyncio.wait_for(use(), timeout=60))
+    assert held == 3 and (counts.in_flight, counts.served, counts.choices) == (0, 0, 0)
