@@ -20,9 +20,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from rstar2_jax import settings
+from rstar2_jax.tools import parse
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
+MOST_NESTED = 100  # Python gives up near 1,000, and not at the same depth in reading and in writing
 _LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "store", "rid"})
 _SAMPLED_BY = "this engine samples by temperature, top_k and top_p"
 # Values that change nothing, and what to do about the others.
@@ -106,6 +108,7 @@ def read(body: Any) -> Asked:
         raise RefusedError("the body must be one JSON object")
     said = {name: value for name, value in body.items() if value is not None}
     for name, value in said.items():
+        _refuse_deep(name[:80], value)
         if name in _NEUTRAL:
             _must_be_neutral(name, value)
         elif name not in _HONOURED and name not in _LABELS:
@@ -129,6 +132,12 @@ def read(body: Any) -> Asked:
         thinks=_thinks(said.get("chat_template_kwargs", {})),
         split=_flag(said, "separate_reasoning", None),
     )
+
+
+def _refuse_deep(place: str, value: Any) -> None:
+    if parse.is_deep(value, MOST_NESTED):
+        message = f"{place} is nested more than {MOST_NESTED} levels deep: send it flatter"
+        raise RefusedError(message, place, code="invalid_value")
 
 
 def _must_be_neutral(name: str, value: Any) -> None:
@@ -296,5 +305,6 @@ def _call(place: str, call: Any) -> str:
         arguments = json.loads(function.get("arguments") or "{}")
     except (ValueError, TypeError, RecursionError):
         raise RefusedError(f"{place}: arguments must be JSON in a text", place) from None
+    _refuse_deep(place, arguments)
     body = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
     return _checked(place, f"\n<tool_call>\n{body}\n</tool_call>")

@@ -113,7 +113,7 @@ def _read_call(text: str, begin: int) -> tuple[ToolCall, int]:
 
 def _check_call(value: Any) -> ToolCall:
     """The call that a decoded JSON value stands for."""
-    if _is_deep(value):
+    if is_deep(value, _MAX_DEPTH):
         return _failed("", _TOO_DEEP)
     if isinstance(value, list):
         return _failed("", f"a list stands inside {OPEN_TAG}; write one {OPEN_TAG} for each call, with {_EXPECTED}")
@@ -162,10 +162,14 @@ def _line_and_column(text: str, begin: int, position: int) -> tuple[int, int]:
     return text.count("\n", begin, position) + 1, position - max(last_break, begin - 1)
 
 
-def _is_deep(value: Any) -> bool:
-    """True when containers are nested deeper than the limit; without recursion, level by level."""
+def is_deep(value: Any, limit: int) -> bool:
+    """True when a JSON value holds something below more than `limit` containers; without recursion, level by level.
+
+    >>> is_deep([[1]], 2), is_deep([[1]], 1)
+    (False, True)
+    """
     level = [value]
-    for _ in range(_MAX_DEPTH + 1):
+    for _ in range(limit + 1):
         level = [item for parent in level for item in _items(parent)]
         if not level:
             return False

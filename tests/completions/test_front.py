@@ -30,6 +30,11 @@ MODEL = Model(
 )
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
+DEEP_TOOLS = (  # read by Python, and too deep to be written by it a few calls further down
+    f'{{"model": "{NAME}", "messages": [{{"role": "user", "content": "q"}}], "tools": [{{"type": "function", '
+    '"function": {"name": "f", "parameters": ' + '{"a":' * 900 + "1" + "}" * 900 + "}}]}"
+).encode()
+
 
 def call(code, name=TASK.tool_name):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'code': code}})}\n</tool_call>"
@@ -195,6 +200,7 @@ def test_every_refusal_has_openai_s_form(serve, chat):
             "json": await fetch(served, "POST", path, data=b"{", headers=json_type),
             "nan": await fetch(served, "POST", path, data=b'{"temperature": NaN}', headers=json_type),
             "deep": await fetch(served, "POST", path, data=b"[" * 200_000, headers=json_type),
+            "tools": await fetch(served, "POST", path, data=DEEP_TOOLS, headers=json_type),
             "type": await fetch(served, "POST", path, data=b"{}", headers={"Content-Type": "text/plain"}),
             "large": await fetch(served, "POST", path, data=io.BytesIO(b" " * (9 * 2**20)), headers=json_type),
             "other": await fetch(served, "POST", path, json={**long, "model": "gpt"}),
@@ -207,8 +213,8 @@ def test_every_refusal_has_openai_s_form(serve, chat):
     found = serve(Script(chat, TURNS), use)
     statuses = {what: status for what, (status, _, _) in found.items()}
     assert statuses == {
-        "route": 404, "method": 405, "model": 404, "json": 400, "nan": 400, "deep": 400, "type": 415, "large": 413,
-        "other": 404, "long": 400, "huge": 400, "budget": 400, "min_p": 400,
+        "route": 404, "method": 405, "model": 404, "json": 400, "nan": 400, "deep": 400, "tools": 400, "type": 415,
+        "large": 413, "other": 404, "long": 400, "huge": 400, "budget": 400, "min_p": 400,
     }  # fmt: skip
     for _, body, _ in found.values():
         assert set(body["error"]) == {"message", "type", "param", "code"} and body["error"]["message"]
@@ -219,6 +225,7 @@ def test_every_refusal_has_openai_s_form(serve, chat):
     assert found["budget"][1]["error"]["param"] == "max_tokens" and "1000" in found["budget"][1]["error"]["message"]
     assert found["min_p"][1]["error"]["param"] == "min_p"
     assert found["method"][2]["Allow"] == "POST"
+    assert found["tools"][1]["error"]["param"] == "tools" and "100 levels" in found["tools"][1]["error"]["message"]
 
 
 def test_a_fault_of_the_engine_is_a_5xx_and_never_an_answer(serve, chat):

@@ -169,3 +169,32 @@ def test_a_broken_call_of_an_earlier_turn_is_refused():
     broken = {**CALL, "function": {"name": "add", "arguments": "{"}}
     error = refusal(messages=[USER, {"role": "assistant", "tool_calls": [broken]}, {"role": "tool", "content": "1"}])
     assert error.field == "messages[1].tool_calls"
+
+
+def nested(depth, kind="{"):
+    value = 1
+    for _ in range(depth):
+        value = {"a": value} if kind == "{" else [value]
+    return value
+
+
+@pytest.mark.parametrize("kind", ["{", "["])
+@pytest.mark.parametrize("name", ["tools", "stop", "messages", "logit_bias", "metadata", "seed", "unknown"])
+def test_what_is_nested_so_deep_that_it_cannot_be_written_again_is_refused(name, kind):
+    for depth in (102, 900, 980):
+        error = refusal(**{name: nested(depth, kind)})
+        assert error.field == name and f"{name} is nested more than 100 levels deep" in error.message
+
+
+def test_tools_and_calls_are_read_up_to_the_depth_that_is_refused():
+    def tool(depth):
+        return {"type": "function", "function": {"name": "add", "parameters": nested(depth)}}
+
+    def said(depth):
+        call = {"function": {"name": "add", "arguments": '{"a":' * depth + "1" + "}" * depth}}
+        return [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "1"}]
+
+    assert read(tools=[tool(97)]).tools == (tool(97),)
+    assert refusal(tools=[tool(98)]).field == "tools"
+    assert len(read(messages=said(100)).messages) == 3
+    assert refusal(messages=said(101)).field == refusal(messages=said(980)).field == "messages[1].tool_calls"
