@@ -210,7 +210,7 @@ def _health(stages: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, Any]:
     """Counts over all RL steps and the extremes that tell whether the numbers can be trusted."""
     names = {name for columns in stages.values() for name in columns}
     total = {name: float(np.nansum(_column(stages, name))) for name in names}
-    losses = _column({n: columns for n, columns in stages.items() if "learner/loss" in columns}, "learner/loss")
+    losses = np.concatenate([np.zeros(0), *(_trained_losses(columns) for columns in stages.values())])
     gaps = _column(stages, "mismatch/logprob_gap_max")
     rewards = _column(stages, "rollout/reward_mean")
     return {
@@ -280,6 +280,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}: must be an object")
     return content
+
+
+def _trained_losses(columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Losses of the steps that had rows to train on: where there were none, no loss is told."""
+    losses = columns.get("learner/loss", np.zeros(0))
+    rows = columns.get("learner/trained_rows")  # an older run does not tell them
+    return losses if rows is None or not len(losses) else losses[np.nan_to_num(rows) > 0]
 
 
 def _column(stages: Mapping[str, Mapping[str, np.ndarray]], name: str) -> np.ndarray:

@@ -103,9 +103,16 @@ def test_the_health_of_the_run_is_counted_over_all_steps(run):
     assert rl["logprob_gap_max"] == pytest.approx(12e-5)
 
 
-def test_a_loss_that_was_not_finite_is_seen(tmp_path):
-    _stage(tmp_path / "stage1", 3, 0.1, **{"learner/loss": float("nan")})
+@pytest.mark.parametrize("told", [{}, {"learner/trained_rows": 16.0}])
+def test_a_loss_that_was_not_finite_is_seen(tmp_path, told):
+    _stage(tmp_path / "stage1", 3, 0.1, **{"learner/loss": float("nan"), **told})
     assert summary.summarise(summary.read_files(tmp_path))["rl"]["losses_finite"] is False
+
+
+def test_a_step_that_had_nothing_to_train_on_has_no_loss_to_be_finite(tmp_path):
+    _stage(tmp_path / "stage1", 3, 0.1, **{"learner/loss": 0.5, "learner/trained_rows": 16.0})
+    _stage(tmp_path / "stage2", 3, 0.1, **{"learner/loss": float("nan"), "learner/trained_rows": 0.0})
+    assert summary.summarise(summary.read_files(tmp_path))["rl"]["losses_finite"] is True
 
 
 def test_seconds_add_up_by_phase_and_by_part(run):
