@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,7 +64,7 @@ def analyse(folder: Path, *, step: int | None = None, count: int = COUNT) -> dic
         count: trajectories, spread evenly over those that there are.
 
     Raises:
-        ValueError: the folder holds no run, no trajectories or no weights.
+        ValueError: the folder holds no run, no trajectories or no weights, or a log-probability is not finite.
     """
     run = _run(folder)
     steps = trajectories.list_steps(folder)
@@ -172,7 +173,14 @@ def _entropies(run: _Run, params: Any, found: Sequence[Trajectory]) -> tuple[lis
         for place, index in enumerate(part):
             count, sampled = len(rows[index]), tokens.sampled_positions(found[index])
             recorded = np.concatenate([turn.behavior_logprobs[turn.mask] for turn in found[index].turns])
-            gap = max(gap, float(np.abs(logps[place, :count][sampled] - recorded).max(initial=0.0)))
+            found_gap = float(np.abs(logps[place, :count][sampled] - recorded).max(initial=0.0))
+            if not math.isfinite(found_gap):  # max() would pass over it, and the page would tell of agreement
+                raise ValueError(
+                    f"{run.folder}: a log-probability of {found[index].prompt_id}, sample {found[index].sample_index}, "
+                    f"is not finite (largest difference {found_gap}): the weights or the recorded values are damaged; "
+                    "analyse another step"
+                )
+            gap = max(gap, found_gap)
             results[index] = entropies[place, :count]
     return results, gap
 

@@ -169,6 +169,16 @@ def test_other_weights_are_named_and_show_in_the_gap(run, tmp_path_factory):
     assert "read by weights 7, while [0] sampled them" in numbers["weights"] and numbers["max_logprob_gap"] > 1e-3
 
 
+def test_a_log_probability_that_is_not_finite_is_no_agreement(run, sampled):
+    good, bad = sampled[1][:2]
+    (turn,) = bad.trajectory.turns
+    torn = dataclasses.replace(turn, behavior_logprobs=np.full_like(turn.behavior_logprobs, np.nan))
+    broken = dataclasses.replace(bad, trajectory=dataclasses.replace(bad.trajectory, turns=(torn,)))
+    trajectories.write_step(run, 0, [good, broken])
+    with pytest.raises(ValueError, match="a log-probability of 1, sample 0, is not finite .*another step"):
+        analysis.analyse(run, step=0)
+
+
 @pytest.mark.parametrize(
     "missing, words",
     [
