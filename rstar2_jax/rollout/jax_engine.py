@@ -194,7 +194,7 @@ class JaxEngine:
         async with self._update_lock:
             try:
                 digest, params = await asyncio.to_thread(self._load, root, version)
-            except fetch.FetchError as error:
+            except (RuntimeError, MemoryError) as error:  # FetchError, and the device's own where there is no room
                 raise EngineError(f"{self._name} keeps weights {self._version}: {error}") from error
             await self._command(functools.partial(self._swap, params, version, digest))
 

@@ -36,7 +36,10 @@ def keep(store: str | pathlib.Path, folder: str | pathlib.Path, version: int, re
     """
     root = pathlib.Path(folder)
     root.mkdir(parents=True, exist_ok=True)
-    wanted = manifests.version_folder(root, version)
+    wanted, made = manifests.version_folder(root, version), manifests.read(manifests.version_folder(store, version))
+    if wanted.exists() and manifests.read(wanted).digest != made.digest:
+        # Of a life of the run that was killed: it came to this step with other weights.
+        shutil.rmtree(wanted)
     if not wanted.exists():
         part = root / f"{manifests.WRITING}{version}"
         shutil.rmtree(part, ignore_errors=True)

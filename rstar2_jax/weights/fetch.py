@@ -65,13 +65,13 @@ def fetch(root: str | pathlib.Path, version: int, model: Model, *, dtype: str = 
 
 
 def _read_manifest(root: str | pathlib.Path, version: int) -> manifests.Manifest:
-    committed = manifests.committed_versions(root)
-    if version not in committed:
-        raise FetchError(f"version {version} is not in the weight store {root}: it holds {committed or 'no version'}")
     try:
-        manifest = manifests.read(manifests.version_folder(root, version))
-    except (ValueError, OSError) as error:
+        committed = manifests.committed_versions(root)
+        manifest = manifests.read(manifests.version_folder(root, version)) if version in committed else None
+    except (ValueError, OSError, ArithmeticError) as error:  # of an edited manifest, of a file system over a network
         raise FetchError(f"version {version} of {root}: {error}") from error
+    if manifest is None:
+        raise FetchError(f"version {version} is not in the weight store {root}: it holds {committed or 'no version'}")
     if manifest.version != version:
         raise FetchError(f"version {version} of {root}: its manifest says version {manifest.version}")
     return manifest

@@ -47,3 +47,12 @@ def test_a_version_that_the_store_has_not_is_an_error_and_what_was_kept_stays(st
     with pytest.raises(FileNotFoundError):
         best.keep(store, tmp_path, 9, {"accuracy": 0.9})
     assert best.read(tmp_path) == {"step": 3, "accuracy": 0.5} and fetch.latest_version(tmp_path) == 3
+
+
+def test_other_weights_of_the_same_step_take_the_place_of_what_a_killed_life_kept(store, tmp_path):
+    best.keep(store, tmp_path / "best", 3, {"accuracy": 0.5})
+    again = tmp_path / "again"
+    publish.publish(decoder.init_params(TINY, jax.random.key(9)), TINY, str(again), 3)
+    best.keep(again, tmp_path / "best", 3, {"accuracy": 0.9})
+    found, wanted = fetch.fetch(tmp_path / "best", 3, TINY), decoder.init_params(TINY, jax.random.key(9))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)

@@ -268,3 +268,23 @@ def test_a_publisher_killed_at_any_moment_leaves_only_whole_versions(tmp_path):
             fetch.fetch(root, version, MODEL)
         publish.prepare(root, newest=versions[-1])
         assert entries(root) == [f"{version:010d}" for version in versions]
+
+
+def test_a_file_system_that_fails_and_a_chunk_of_nothing_are_errors_of_the_store(tmp_path, monkeypatch):
+    publish.publish(decoder.init_params(MODEL, jax.random.key(0)), MODEL, tmp_path, 0)
+    path = manifest.version_folder(tmp_path, 0) / manifest.FILE
+    whole = path.read_text()
+    raw = json.loads(whole)
+    entry = next(iter(raw["tensors"].values()))
+    entry["chunks"] = [0] * len(entry["chunks"])
+    path.write_text(json.dumps(raw))
+    with pytest.raises(fetch.FetchError, match="version 0 of"):
+        fetch.check(tmp_path, 0, MODEL)
+    path.write_text(whole)
+
+    def stale(root):
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(manifest, "committed_versions", stale)
+    with pytest.raises(fetch.FetchError, match="Stale file handle"):
+        fetch.check(tmp_path, 0, MODEL)
