@@ -24,6 +24,7 @@ from rstar2_jax.types import TrainState
 from rstar2_jax.weights import publish
 
 _T = TypeVar("_T")
+_PIECE_BYTES = 2**28  # of a message, sent at once
 
 
 class Crew:
@@ -111,10 +112,20 @@ def share(value: _T | None = None) -> _T:
     if jax.process_count() == 1:
         assert value is not None
         return value
-    data = np.frombuffer(pickle.dumps(value) if leads() else b"", np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int64(len(data))))
-    # Sizes of two significant binary digits, so that messages of many lengths are compiled few times.
-    unit = max(1024, 1 << max(0, size.bit_length() - 2))
-    padded = np.zeros(-(-size // unit) * unit, np.uint8)
-    padded[: len(data)] = data
-    return pickle.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded))[:size].tobytes())
+    return pickle.loads(_broadcast(pickle.dumps(value) if leads() else b""))
+
+
+def _broadcast(data: bytes) -> bytes:
+    """The leader's bytes, in every process."""
+    # Integers of 64 bits are cut to 32 on the way, so the length goes as two.
+    high, low = multihost_utils.broadcast_one_to_all(np.array(divmod(len(data), _PIECE_BYTES), np.int32))
+    size = int(high) * _PIECE_BYTES + int(low)
+    sent, found = np.frombuffer(data, np.uint8), []
+    for at in range(0, size, _PIECE_BYTES):
+        left = min(_PIECE_BYTES, size - at)
+        # Sizes of two significant binary digits, so that messages of many lengths are compiled few times.
+        unit = max(1024, 1 << max(0, left.bit_length() - 2))
+        piece = np.zeros(-(-left // unit) * unit, np.uint8)
+        piece[: len(sent[at : at + left])] = sent[at : at + left]
+        found.append(np.asarray(multihost_utils.broadcast_one_to_all(piece))[:left].tobytes())
+    return b"".join(found)
