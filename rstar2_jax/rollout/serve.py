@@ -28,6 +28,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rstar2_jax.io import limits
 from rstar2_jax.rollout import sglang_wire as wire
 from rstar2_jax.rollout.engine import EngineError, Request, RolloutEngine, Sampling
 from rstar2_jax.rollout.jax_engine import JaxEngine
@@ -236,7 +237,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--name", default="embedded", help="of this replica")
     parser.add_argument("--parent", type=int, default=0, help="process id of whoever started it, to be killed with")
-    asyncio.run(_main(parser.parse_args(argv)))
+    arguments = parser.parse_args(argv)
+    limits.raise_open_files()
+    asyncio.run(_main(arguments))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from rstar2_jax import settings
 from rstar2_jax.data import chat as chats
 from rstar2_jax.data import files
-from rstar2_jax.io import timeline
+from rstar2_jax.io import limits, timeline
 from rstar2_jax.reward import outcome
 from rstar2_jax.rollout import fleet, groups, jax_engine, pool, sglang
 from rstar2_jax.rollout.engine import Request, RolloutEngine, Sampling
@@ -110,6 +110,8 @@ async def _open_engines(
         "context_tokens": context_tokens,
         "prefill_chunk_tokens": rollout.prefill_chunk_tokens,
     }
+    if rollout.fleet.engines or rollout.fleet.replicas:
+        limits.raise_open_files()
     if rollout.fleet.engines:
         return await _connect(rollout.fleet.addresses, model, context_tokens)
     if not rollout.fleet.replicas:
