@@ -94,6 +94,8 @@ class _Engine:
     def drop(self, rollout: Rollout) -> None:
         del self.rollouts[rollout.name]
         self.families[rollout.family] -= 1
+        if not self.families[rollout.family]:
+            del self.families[rollout.family]  # each request of an endpoint is a family of its own
         self.longest_tokens -= rollout.longest_tokens
         self.reserve(rollout, 0, 0.0)
 
@@ -209,6 +211,7 @@ class Balancer:
         self._lengths = lengths.Lengths() if quantile is not None else None
         self._queue = _LongestFirst() if longest_first else _FirstCome()
         self._aside: dict[str, Rollout] = {}
+        self._budget_tokens = 0  # the largest of those that ended: a small one must not cut the others' lengths
 
     @property
     def waiting(self) -> int:
@@ -308,10 +311,11 @@ class Balancer:
         if ended:
             self._queue.learn(rollout)
             if self._lengths:
+                self._budget_tokens = max(self._budget_tokens, rollout.budget_tokens)
                 self._lengths.add(rollout.used_tokens)
                 if self._lengths.is_due:
                     held = (one.used_tokens for engine in self._engines for one in engine.rollouts.values())
-                    self._lengths.fit(held, rollout.budget_tokens)
+                    self._lengths.fit(held, self._budget_tokens)
 
     def take_down(self, engine: int) -> list[Rollout]:
         """Give an engine nothing more; its rollouts, taken off it, in the order of their arrival there."""

@@ -26,7 +26,7 @@ from rstar2_jax.data import chat as chat_room
 from rstar2_jax.reward import outcome, quality
 from rstar2_jax.rollout import agent, deadline, pool
 from rstar2_jax.tools import protocol
-from rstar2_jax.types import Group, Prompt, Trajectory
+from rstar2_jax.types import Group, Prompt, StopReason, Trajectory
 
 _T = TypeVar("_T")
 
@@ -179,6 +179,7 @@ async def sample_group(
                 settings=sampler.rollout,
                 on_fault=faults.append,
             )
+            seat.lost = trajectory.stop_reason is StopReason.LOST
         decode = sampler.chat.tokenizer.decode
         with sampler.grading():
             (graded,) = await outcome.grade_trajectories(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import numpy as np
@@ -29,17 +28,6 @@ from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Load, Pause
 _MOST_STRIKES = 3  # failed turns or unanswered probes in a row
 _FEWEST_PROBE_S = 1.0
 _MOST_AWAY_S = 300.0
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Counts:
-    """Since the pool was made: rollouts seated and moved, engines taken down and brought back, seconds in the queue."""
-
-    seated: int = 0
-    moved: int = 0
-    taken_down: int = 0
-    brought_back: int = 0
-    queue_s: float = 0.0
 
 
 class Pool:
@@ -63,7 +51,7 @@ class Pool:
         if not engines:
             raise ValueError("a pool needs at least one engine")
         self._engines, self._policy, self._report = list(engines), policy, report
-        self.counts, self.span = Counts(), span
+        self.counts, self.span = seats.Counts(), span
         self._balancer = balance.Balancer(
             [engine.caps.kv_tokens for engine in engines],
             quantile=policy.expected_quantile or None,
@@ -137,7 +125,7 @@ class Pool:
         try:
             self.queue(seat)
             yield seat
-            ended = True
+            ended = not seat.lost
         finally:
             del self._seats[name]
             self._balancer.release(rollout, ended=ended)
@@ -260,6 +248,8 @@ class Pool:
 
         Returns whether it is down: then it was the engine's fault and not the turn's.
         """
+        if index not in self._balancer.up:
+            return True  # says nothing of the engine that is going to come back
         self._strikes[index] += 1
         alive = await watch.answers(self._engines[index], self._limit_s())
         if not alive or self._strikes[index] >= _MOST_STRIKES:
@@ -317,10 +307,12 @@ class Pool:
                 given = self._weights
                 await engine.update_weights(*given)
                 await self._warm(engine)
-        except EngineError as error:
-            self._report(f"! engine {engine.caps.name} answers again, but cannot serve: {error}")
+        except Exception as error:  # whatever it is: nobody but this engine's watcher would ever try again
+            self._report(f"! engine {engine.caps.name} answers again, but cannot serve: {error!r}")
             return
         self._balancer.bring_up(index)
+        for seat in self._seats.values():
+            seat.hope()
         self._down[index].clear()
         self.counts.brought_back += 1
         self._report(f"engine {engine.caps.name} is back with weights {engine.weights_version}")
@@ -383,7 +375,8 @@ class Pool:
             if index not in self._balancer.up:
                 if answers and asyncio.get_running_loop().time() >= self._away_until_s[index]:
                     progress = watch.Progress(self._policy.progress_s)
-                    await self._bring_back(index)
+                    returning = self._bring_back(index)
+                    await watch.meanwhile(returning, self._policy.progress_s, self._policy.probe_s, self._give_up)
                 self._give_up()
                 continue
             if silent >= _MOST_STRIKES:

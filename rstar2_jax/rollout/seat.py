@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Protocol
@@ -16,6 +17,17 @@ from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Request, Ro
 
 _MOST_ATTEMPTS = 4  # of one turn: beyond that it is the request that no engine can serve
 _MOST_MOVES = 16  # of one turn: beyond that it is the request that every engine fails of
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Counts:
+    """Since a pool was made: rollouts seated and moved, engines taken down and brought back, seconds in the queue."""
+
+    seated: int = 0
+    moved: int = 0
+    taken_down: int = 0
+    brought_back: int = 0
+    queue_s: float = 0.0
 
 
 class Pool(Protocol):
@@ -47,10 +59,14 @@ class Seat:
     Args:
         pool: where it belongs.
         rollout: its entry in the balancer's books.
+
+    Attributes:
+        lost: to be set where the rollout ended by a fault: its length then says nothing about the others'.
     """
 
     def __init__(self, pool: Pool, rollout: balance.Rollout) -> None:
         self.rollout = rollout
+        self.lost = False
         self.queued_at = 0.0
         self.in_flight = False
         self._pool = pool
@@ -80,8 +96,8 @@ class Seat:
         """
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        if self._index is None and not self._queued and self._failure is None:
-            self._queued = True
+        if self._index is None and not self._queued:
+            self._queued, self._failure = True, None  # an earlier one, which nobody waited for
             self._pool.queue(self)
         while self._index is None:
             if self._failure is not None:
@@ -163,6 +179,10 @@ class Seat:
         """
         self._index, self._queued = None, queued
         self._changed.set()
+
+    def hope(self) -> None:
+        """An engine is back: what it was told meanwhile, and did not wait for, no longer holds."""
+        self._failure = None
 
     def fail(self, error: EngineError) -> None:
         """End whatever it waits for."""

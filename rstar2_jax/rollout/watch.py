@@ -6,7 +6,7 @@ Deliberately not here: what follows from the answers (pool.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from typing import TypeVar
 
 from rstar2_jax.rollout.engine import EngineError, RolloutEngine
@@ -55,6 +55,19 @@ async def unless(event: asyncio.Event, work: Awaitable[_T]) -> _T | None:
             if not one.done():
                 one.cancel()
                 one.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+async def meanwhile(work: Awaitable[None], limit_s: float, every_s: float, act: Callable[[], None]) -> None:
+    """Wait for the work; where it takes longer than the limit, `act` then and every so many seconds until it ends."""
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=limit_s)
+        while not done:
+            act()
+            done, _ = await asyncio.wait({task}, timeout=every_s)
+        task.result()
+    finally:
+        task.cancel()
 
 
 async def answers(engine: RolloutEngine, limit_s: float) -> bool:

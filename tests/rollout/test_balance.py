@@ -305,3 +305,17 @@ def test_longest_first_remembers_a_bounded_number_of_prompts_and_its_sums_are_th
     queue = balancer._queue
     assert len(queue._known) == 16 and set(queue._known) == {f"p{number}" for number in range(184, 200)}
     assert queue._tokens == sum(1 + number % 7 for number in range(184, 200)) and queue._ended == 16
+
+
+def test_small_budgets_do_not_cut_the_lengths_that_large_ones_are_judged_by():
+    balancer = balance.Balancer([10**6], quantile=0.95)
+    for number in range(400):
+        budget = 1 if number % 10 == 9 else 12_288
+        one = balance.Rollout(name=str(number), family=str(number), prompt_tokens=100, budget_tokens=budget)
+        balancer.submit(one)
+        balancer.place()
+        balancer.grow(one, 1 if budget == 1 else 9_000)
+        balancer.release(one, ended=True)
+    wanted = balance.Rollout(name="last", family="last", prompt_tokens=100, budget_tokens=12_288)
+    assert balancer.need(wanted) > 7_000
+    assert not any(engine.families for engine in balancer._engines)  # nothing is kept of those that are gone

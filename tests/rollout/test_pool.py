@@ -129,6 +129,103 @@ def test_rollouts_spread_over_the_engines_never_beyond_their_memory_and_end_with
     assert all(replica.closed for replica in replicas)
 
 
+class _Unlucky(Replica):
+    """Meets an error that is no engine's own, once, while it takes weights."""
+
+    odd = 0
+
+    async def update_weights(self, root, version):
+        if self.odd:
+            self.odd -= 1
+            raise OSError(116, "Stale file handle")
+        await super().update_weights(root, version)
+
+
+def test_an_engine_that_meets_any_error_on_its_way_back_is_tried_again():
+    replica = _Unlucky("a")
+
+    async def act(engines):
+        await engines.update_weights("store", 0)
+        replica.dead = True
+        work = asyncio.create_task(many(engines, 2))
+        await asyncio.sleep(0.05)
+        replica.odd, replica.dead = 1, False
+        return await asyncio.wait_for(work, 10)
+
+    results, engines, lines = drive([replica], FAST, act)
+    assert results == all_expected(2) and engines.counts.brought_back == 1
+    assert any("cannot serve: OSError(116" in line for line in lines)
+
+
+def test_a_rollout_inside_a_tool_call_outlives_an_outage_that_ends_meanwhile():
+    replicas = [Replica("a", kv_tokens=16), Replica("b", kv_tokens=16)]
+
+    async def act(engines):
+        await engines.update_weights("store", 0)
+        work = [asyncio.create_task(rollout(engines, n, turns=2, tool_s=tool_s)) for n, tool_s in ((0, 1.2), (1, 1.6))]
+        await asyncio.sleep(0.1)
+        for replica in replicas:
+            replica.dead = True
+        await asyncio.sleep(0.6)  # longer than engines may stand still: who waits for one is told so
+        replicas[1].dead = False  # and has room for one of the two alone
+        return await asyncio.gather(*work)
+
+    results, engines, _ = drive(replicas, FAST, act)
+    assert results == [expected(0, 2), expected(1, 2)]
+
+
+def test_waiting_ends_while_an_engine_takes_for_ever_to_come_back():
+    replica = Replica("a")
+
+    async def act(engines):
+        await engines.update_weights("store", 0)
+        await engines.warm_up([request(99)])
+        replica.dead = True
+        work = asyncio.create_task(rollout(engines, 0))
+        await asyncio.sleep(0.05)
+        replica.stuck, replica.dead = True, False  # it answers, but its warm-up does not end
+        with pytest.raises(engine.EngineError, match="none of 1 engines is in service"):
+            await asyncio.wait_for(work, 10)
+
+    drive([replica], FAST, act)
+
+
+def test_failures_of_turns_that_an_engine_left_behind_do_not_count_when_it_is_back():
+    replicas = [Replica("a", turn_s=0.05), Replica("b", turn_s=0.05)]
+
+    async def act(engines):
+        await engines.update_weights("store", 0)
+        work = asyncio.create_task(many(engines, 8, turns=1, budget=4))
+        await asyncio.sleep(0.03)
+        replicas[0].dead = True
+        await work
+        replicas[0].dead = False
+        while "a" not in engines.up:
+            await asyncio.sleep(0.01)
+        replicas[0].fails = replicas[1].fails = 1
+        await many(engines, 8, turns=1, budget=4)
+        assert engines.counts.taken_down == 1
+
+    drive(replicas, FAST, act)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_lengths_of_lost_rollouts_teach_nothing(lost):
+    policy = dataclasses.replace(STILL, expected_quantile=0.95)
+
+    async def act(engines):
+        for number in range(40):
+            async with engines.seat(f"r{number}", family="f", prompt_tokens=4, budget_tokens=600) as seat:
+                await seat.turn(request(number))
+                seat.lost = lost
+        async with engines.seat("last", family="f", prompt_tokens=4, budget_tokens=600) as seat:
+            await seat.ready()
+            return seat.rollout.reserved_tokens
+
+    reserved, _, _ = drive([Replica("a", kv_tokens=1000)], policy, act)
+    assert (reserved == 604) == lost
+
+
 def test_a_rollout_keeps_its_engine_between_turns_and_its_siblings_sit_beside_it():
     replicas = [Replica("a", kv_tokens=640), Replica("b", kv_tokens=640)]
     drive(replicas, STILL, many)
