@@ -63,6 +63,12 @@ def load_params(init_from: str, model: settings.Model, seed: int, where: Any = N
         return jax.tree.map(jax.device_put, fetch.fetch(folder, version, model), where)
     wanted = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), abstract, where)
     params, record = checkpoint.restore_params(folder, wanted)
+    _check_model(folder, record, model)
+    return params
+
+
+def _check_model(folder: Path, record: dict[str, Any], model: settings.Model) -> None:
+    """Raise ValueError where a run's record tells of another model."""
     found = {name: value for name, value in record.get("model", {}).items() if name not in _FREE}
     asked = {name: value for name, value in _plain(model).items() if name not in _FREE}
     differing = [name for name in asked if found and found.get(name) != asked[name]]
@@ -72,7 +78,6 @@ def load_params(init_from: str, model: settings.Model, seed: int, where: Any = N
             f"{folder} was trained with Model.{name} = {found.get(name)}, the run asks for {asked[name]}: use "
             "the sizes that it was trained with"
         )
-    return params
 
 
 def identity(kind: str, run: settings.Run, model: settings.Model) -> dict[str, Any]:
@@ -100,7 +105,7 @@ def begin(
         store.drop_after(step)
         return Beginning(state=state, step=step, record=record)
     if run.optimizer_start != "reset":
-        return Beginning(state=_with_moments(run, learner.abstract()), step=0, record={})
+        return Beginning(state=_with_moments(run, model, learner.abstract()), step=0, record={})
     first = load_params(run.init_from, model, run.seed, learner.where)
     return Beginning(state=learner.create(first), step=0, record={})
 
@@ -123,7 +128,7 @@ def _check_same_run(run: settings.Run, record: dict[str, Any], wanted: dict[str,
             )
 
 
-def _with_moments(run: settings.Run, like: TrainState) -> TrainState:
+def _with_moments(run: settings.Run, model: settings.Model, like: TrainState) -> TrainState:
     folder = Path(run.init_from) / "checkpoints"
     if not run.init_from or not folder.is_dir():
         raise ValueError(
@@ -131,6 +136,8 @@ def _with_moments(run: settings.Run, like: TrainState) -> TrainState:
             f"{run.init_from!r}: name its workdir or set optimizer_start = 'reset'"
         )
     store = checkpoint.Checkpoints(folder, keep=run.keep_checkpoints)
+    if store.steps():
+        _check_model(folder, checkpoint.read_record(run.init_from), model)
     found = store.restore(like)
     store.close()
     if found is None:

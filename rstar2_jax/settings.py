@@ -245,7 +245,8 @@ class Roc:
             blind, self, "by_class", "False draws without any weight: set positives = 'uniform', repetition_weight = 0"
         )
         ranges.check(self.min_class >= 0, self, "min_class", "must be 0 or more")
-        ranges.positive(self, "p_floor")
+        # Beyond these its inverse is no number of single precision, and flawless rollouts are no longer drawn alike.
+        ranges.check(1e-30 <= self.p_floor <= 1e30, self, "p_floor", "must be above 0, in [1e-30, 1e30]")
         ranges.check(self.max_refills >= 0, self, "max_refills", "must be 0 or more")
         ranges.check(0 <= self.max_unscored <= 1, self, "max_unscored", "must be in [0, 1]")
 
@@ -306,9 +307,10 @@ class Optimizer:
         ranges.check(self.lr >= 0, self, "lr", "must be 0 or more")
         ranges.check(self.warmup_steps >= 0, self, "warmup_steps", "must be 0 or more")
         ranges.check(math.isfinite(self.lr), self, "lr", "must be a finite number")
-        ranges.check(self.weight_decay >= 0, self, "weight_decay", "must be 0 or more")
-        ranges.check(0 <= self.b1 < 1, self, "b1", "must be in [0, 1)")
-        ranges.check(0 <= self.b2 < 1, self, "b2", "must be in [0, 1)")
+        ranges.check(0 <= self.weight_decay <= 1e6, self, "weight_decay", "must be in [0, 1e6]")
+        # What single precision rounds to 1 divides by 1 - b = 0.
+        ranges.check(0 <= self.b1 <= 1 - 1e-7, self, "b1", "must be in [0, 1 - 1e-7]")
+        ranges.check(0 <= self.b2 <= 1 - 1e-7, self, "b2", "must be in [0, 1 - 1e-7]")
         ranges.positive(self, "max_grad_norm")
 
 

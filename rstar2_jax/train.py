@@ -120,7 +120,9 @@ def train(
         if progress.step >= run.steps:
             print(f"{run.workdir}: all {run.steps} steps are done already")
             return 0
-        held_to = trainer.place(begin.load_params(run.init_from, model, run.seed)) if learner.loss.kl_coef > 0 else None
+        held_to = None
+        if learner.loss.kl_coef > 0:
+            held_to = trainer.place(begin.load_params(run.init_from, model, run.seed, trainer.where))
         weights = str(Path(run.workdir) / "weights")
         hands = crew.Crew(trainer, learner.loss, store, model, weights, begun.state, held_to)
         if not crew.leads():

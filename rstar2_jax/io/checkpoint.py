@@ -145,12 +145,15 @@ class Checkpoints:
             self._warn(f"resuming under another environment ({told}): the run continues, but not bit for bit")
 
 
-def restore_params(folder: str | os.PathLike[str], abstract: Any = None) -> tuple[Any, dict[str, Any]]:
-    """(params, record) of the newest checkpoint below a run's `folder`, moments left unread.
+def restore_params(
+    folder: str | os.PathLike[str], abstract: Any = None, warn: Callable[[str], None] = print
+) -> tuple[Any, dict[str, Any]]:
+    """(params, record) of the newest whole checkpoint below a run's `folder`, moments left unread.
 
     Args:
         folder: workdir of a run (its `checkpoints` folder is looked up) or a checkpoint folder itself.
         abstract: shapes, dtypes and shardings wanted; None restores float arrays onto the first device.
+        warn: receives a line for a newer checkpoint that was passed over.
 
     Raises:
         CheckpointError: no checkpoint is there, or its parameters do not have the wanted shapes.
@@ -165,6 +168,8 @@ def restore_params(folder: str | os.PathLike[str], abstract: Any = None) -> tupl
             lambda step, fault: torn.append(f"step {step}: {fault}"),
         )
     if found is not None:
+        if torn:
+            warn(f"! {root}: passed over what cannot be read ({'; '.join(torn)})")
         return found
     if torn:
         raise CheckpointError(f"{root}: none of the checkpoints {steps} can be read ({'; '.join(torn)})")
@@ -174,12 +179,15 @@ def restore_params(folder: str | os.PathLike[str], abstract: Any = None) -> tupl
 def _newest_whole(steps: Sequence[int], read: Callable[[int], Any], torn: Callable[[int, str], None]) -> Any:
     """What `read` gives for the newest step that reads back whole; None where there is none. `torn` hears of others."""
     for step in reversed(steps):
-        try:
-            return read(step)
-        except CheckpointError:
-            raise
-        except Exception as fault:  # Orbax reports a torn array as a bare Exception
-            torn(step, _first_line(fault))
+        for again in (True, False):
+            try:
+                return read(step)
+            except CheckpointError:
+                raise
+            except Exception as fault:  # Orbax reports a torn array as a bare Exception
+                # A file system over a network fails now and then; what is passed over is lost to the run.
+                if not again:
+                    torn(step, _first_line(fault))
     return None
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from rstar2_jax import settings
 from rstar2_jax.algo import correction
@@ -71,7 +73,7 @@ def _anchors(
     held_to = trainer.score(reference, step.microbatches) if how.kl_coef > 0 else [None] * len(scored)
     threshold = None
     if how.high_entropy_share < 1:
-        entropies = np.concatenate([np.asarray(entropy) for _, entropy in scored])
+        entropies = np.concatenate([_whole(entropy) for _, entropy in scored])
         masks = np.concatenate([np.asarray(rows.loss_mask) for rows in step.microbatches])
         threshold = loss_rule.entropy_threshold(entropies, masks, how.high_entropy_share)
 
@@ -83,6 +85,13 @@ def _anchors(
         )
 
     return [one(*pair) for pair in zip(scored, held_to, strict=True)]
+
+
+def _whole(values: Any) -> np.ndarray:
+    """An array on the host, also where its parts lie on the devices of several processes."""
+    if jax.process_count() == 1:
+        return np.asarray(values)
+    return np.asarray(multihost_utils.process_allgather(values, tiled=True))
 
 
 def _describe(sums: dict[str, float], steps: int) -> Metrics:

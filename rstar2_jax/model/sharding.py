@@ -47,7 +47,7 @@ def make_mesh(shape: tuple[int, int, int]) -> Mesh:
         shape: devices along (data, fsdp, tensor).
 
     Raises:
-        ValueError: fewer devices are visible than the shape needs.
+        ValueError: fewer devices are visible than the shape needs, or a process has none of those that it takes.
     """
     needed, devices = math.prod(shape), jax.devices()
     if needed > len(devices):
@@ -55,6 +55,10 @@ def make_mesh(shape: tuple[int, int, int]) -> Mesh:
             f"mesh {shape} needs {needed} devices, {len(devices)} are visible: change learner.mesh, or run where the "
             f"devices are"
         )
+    idle = set(range(jax.process_count())) - {device.process_index for device in devices[:needed]}
+    if idle:
+        unused = f"mesh {shape} takes {needed} of {len(devices)} devices: processes {sorted(idle)} have no part of it"
+        raise ValueError(f"{unused}; change learner.mesh to hold all devices, or start fewer processes")
     return Mesh(np.asarray(devices[:needed]).reshape(shape), AXES)
 
 

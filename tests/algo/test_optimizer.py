@@ -134,3 +134,9 @@ def test_a_schedule_of_a_million_steps_never_leaves_its_bounds(schedule):
     assert rates[0] == 0 and rates[2000] == pytest.approx(3e-4) and (np.diff(rates[:2001]) > 0).all()
     assert (np.diff(rates[2000:]) <= 1e-10).all()
     assert rates[-1] == pytest.approx(3e-4 if schedule == "constant" else 0, abs=1e-10)
+
+
+@pytest.mark.parametrize("given", [{"b1": 1 - 1e-9}, {"b2": 1 - 1e-9}, {"weight_decay": float("inf")}])
+def test_values_that_single_precision_does_not_hold_are_refused(given):
+    with pytest.raises(ValueError, match=f"Optimizer.{next(iter(given))} = .*must be in"):
+        settings.Optimizer(lr=1e-3, **given)

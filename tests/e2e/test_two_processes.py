@@ -73,7 +73,9 @@ def test_fine_tuning_over_two_processes_gives_the_run_of_one_and_goes_on_from_it
 
 
 def test_reinforcement_learning_over_two_processes_gives_the_run_of_one(tmp_path, tmp_path_factory):
-    rl = [f"--gin_file={name}" for name in ("stage1.gin", "model/box.gin", "scale/box.gin")]
+    # With what looks beyond a process's own rows: the entropies of all tokens, a reference that lies as the state does.
+    overlays = ("ablation/kl.gin", "ablation/high_entropy_tokens.gin")
+    rl = [f"--gin_file={name}" for name in ("stage1.gin", "model/box.gin", "scale/box.gin", *overlays)]
     rollouts = [
         "Rollout.prompts_per_step=4",
         "Rollout.oversample=8",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -59,6 +61,18 @@ def test_what_becomes_of_the_optimizer_between_stages_is_said_by_name(tmp_path, 
     assert int(optimizers.schedule_step(begun.state.opt_state)) == count
     moments = [leaf for leaf in jax.tree.leaves(begun.state.opt_state) if leaf.ndim == 2]
     assert any(np.any(leaf) for leaf in moments) == (choice != "reset")
+
+
+def test_moments_of_another_model_are_refused_by_name(tmp_path):
+    finished_run(tmp_path / "one")
+    run = settings.Run(
+        workdir=str(tmp_path / "two"), steps=5, init_from=str(tmp_path / "one"), optimizer_start="restart"
+    )
+    other = dataclasses.replace(TINY, rope_theta=5e5)
+    store = checkpoint.Checkpoints(tmp_path / "two" / "checkpoints", keep=1)
+    with pytest.raises(ValueError, match=r"Model\.rope_theta = 10000\.0, the run asks for 500000\.0"):
+        begin.begin("train", run, other, make_learner(), store)
+    store.close()
 
 
 def test_moments_without_a_run_to_take_them_from_are_an_error(tmp_path):

@@ -78,9 +78,24 @@ def test_a_torn_checkpoint_is_passed_over_with_a_word_and_the_one_before_is_take
     step, restored, record = again.restore(make_state(0))
     assert (step, record["n"]) == (1, 1) and "2 is torn" in told[0]
     assert_equal(good, restored)
+    words: list[str] = []
+    assert checkpoint.restore_params(tmp_path, warn=words.append)[1]["n"] == 1
+    assert len(words) == 1 and "passed over what cannot be read (step 2: " in words[0]
     again.drop_after(step)
     again.save(2, good, {"n": 2})
     assert again.restore(make_state(0))[0] == 2
+
+
+def test_a_read_that_fails_once_passes_nothing_over():
+    faults, told = [OSError(116, "Stale file handle")], []
+
+    def read(step):
+        if faults:
+            raise faults.pop()
+        return step
+
+    found = checkpoint._newest_whole([1, 2], read, lambda step, fault: told.append(step))
+    assert found == 2 and told == []
 
 
 def test_each_torn_file_alone_is_passed_over(tmp_path):

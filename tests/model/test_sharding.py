@@ -79,3 +79,9 @@ def test_eight_devices_give_the_loss_and_gradients_of_one():
     np.testing.assert_allclose(value, want[0], rtol=1e-5)
     for got, expected in zip(jax.tree.leaves(gradient), jax.tree.leaves(want[1]), strict=True):
         np.testing.assert_allclose(got, expected, atol=2e-6)
+
+
+def test_a_mesh_that_leaves_a_process_without_devices_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"processes \[1\] have no part of it"):
+        sharding.make_mesh((1, 1, 1))
