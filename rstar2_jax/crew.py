@@ -9,8 +9,10 @@ Deliberately not here: joining the processes (launch.py), and what is to be done
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -49,6 +51,7 @@ class Crew:
         reference: Any,
     ) -> None:
         self.state = state
+        self._together = False
         self._trainer, self._loss, self._store = trainer, loss, store
         self._model, self._weights, self._reference = model, weights, reference
 
@@ -56,15 +59,38 @@ class Crew:
         self, work: Sequence[batch.Minibatch], on_progress: Callable[[int, int], None] = lambda done, total: None
     ) -> step.Metrics:
         """All optimizer steps of one rollout batch; their metrics."""
-        return self._learn(share(("learn", work))[1], on_progress)
+        with self._all_at_once():
+            return self._learn(share(("learn", work))[1], on_progress)
 
     def publish(self, version: int, in_use: Collection[int]) -> None:
         """Commit the weights as a version, each process its shards."""
-        self._publish(*share(("publish", (version, set(in_use))))[1])
+        with self._all_at_once():
+            self._publish(*share(("publish", (version, set(in_use))))[1])
 
     def save(self, number: int, record: Mapping[str, Any]) -> None:
         """A checkpoint of the state and the record."""
-        self._save(*share(("save", (number, dict(record))))[1])
+        with self._all_at_once():
+            self._save(*share(("save", (number, dict(record))))[1])
+
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[None]:
+        """Around the leader's own work: an error in it ends the others' as well, which would wait for a word of it.
+
+        In the middle of what all do together they meet the error themselves, or wait for a process that is gone, which
+        JAX's own watch over the processes ends.
+        """
+        try:
+            yield
+        except BaseException:
+            if not self._together:
+                self.dismiss(1)
+            raise
+
+    @contextlib.contextmanager
+    def _all_at_once(self) -> Iterator[None]:
+        self._together = True
+        yield
+        self._together = False  # not after an error: then it is not known where the others are
 
     def dismiss(self, code: int) -> int:
         """End the others' work with an exit code, which is returned."""
@@ -113,6 +139,30 @@ def share(value: _T | None = None) -> _T:
         assert value is not None
         return value
     return pickle.loads(_broadcast(pickle.dumps(value) if leads() else b""))
+
+
+def check_alike(text: str) -> None:
+    """Return when every process has the same text; to be called by all of them.
+
+    Raises:
+        ValueError: in every process; names the processes and the first line in which one differs from process 0.
+    """
+    if jax.process_count() == 1:
+        return
+    own = np.frombuffer(text.encode(), np.uint8)
+    lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(own))))
+    padded = np.zeros(max(lengths), np.uint8)
+    padded[: len(own)] = own
+    whole = np.asarray(multihost_utils.process_allgather(padded))
+    told = [row[:length].tobytes().decode() for row, length in zip(whole, lengths, strict=True)]
+    odd = [rank for rank, other in enumerate(told) if other != told[0]]
+    if odd:
+        pairs = itertools.zip_longest(told[0].splitlines(), told[odd[0]].splitlines(), fillvalue="nothing")
+        first, other = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+        raise ValueError(
+            f"processes {odd} were started otherwise than process 0, which has {first.strip()!r} where process "
+            f"{odd[0]} has {other.strip()!r}: start all of them with the same command, files and code"
+        )
 
 
 def _broadcast(data: bytes) -> bytes:

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_environment(parsed.dry_run)
         resolved = gin_strict.resolve(parsed.gin_file, shadow_bindings(parsed))
         function, arguments = gin_strict.build(resolved)
-        rank = 0 if parsed.dry_run else join_processes(os.environ)
+        rank = 0 if parsed.dry_run else join_processes(os.environ, resolved.text)
     except gin_source.ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_CONFIGURATION
@@ -143,15 +143,17 @@ def prepare_environment(dry_run: bool) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 
-def join_processes(environment: Mapping[str, str], wait_s: float = 300) -> int:
+def join_processes(environment: Mapping[str, str], text: str = "", wait_s: float = 300) -> int:
     """Join the other processes of a run over several hosts; returns this one's number, 0 where it is alone.
 
     Args:
         environment: JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID say so.
+        text: the resolved configuration, which must be the same in all of them, as the versions of the code must be.
         wait_s: longest wait for process 0.
 
     Raises:
-        ConfigError: the address without the two numbers, numbers that do not fit, no such host, or nobody there.
+        ConfigError: the address without the two numbers, numbers that do not fit, no such host, nobody there, or a
+            process that was started otherwise.
     """
     address = environment.get("JAX_COORDINATOR_ADDRESS")
     if not address:
@@ -167,6 +169,13 @@ def join_processes(environment: Mapping[str, str], wait_s: float = 300) -> int:
     import jax  # here, so that configuration errors and --help never wait for it
 
     jax.distributed.initialize(address, count, rank)
+    from rstar2_jax import crew
+
+    try:
+        code = [f"git {run_record.git_hash()}", *(f"{name} {found}" for name, found in run_record.versions().items())]
+        crew.check_alike("\n".join([text, *code]))
+    except ValueError as error:
+        raise gin_source.ConfigError(str(error)) from error
     return rank
 
 

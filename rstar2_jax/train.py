@@ -128,7 +128,9 @@ def train(
         if not crew.leads():
             return hands.follow()
         parts = (run, model, task, rollout, roc, learner, exam)
-        return hands.dismiss(asyncio.run(_train(parts, sandbox, hands, progress)))
+        with hands.leading():
+            code = asyncio.run(_train(parts, sandbox, hands, progress))
+        return hands.dismiss(code)
 
 
 async def _train(

@@ -32,8 +32,8 @@ def environment(devices, **more):
             "XLA_FLAGS": flags, **more}  # fmt: skip
 
 
-def start(line, devices, processes):
-    """The same command once, or as processes that join over a free port of loopback."""
+def start(line, devices, processes, code=0, last=()):
+    """The same command once, or as processes that join over a free port of loopback; the last with more words."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -41,12 +41,13 @@ def start(line, devices, processes):
     for rank in range(processes):
         told = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes), "JAX_PROCESS_ID": str(rank)}
         env = environment(devices // processes, **(told if processes > 1 else {}))
-        started.append(subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        words = [*line, *(last if rank == processes - 1 else ())]
+        started.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     texts = []
     try:
         for process in started:
             texts.append(process.communicate(timeout=240)[0])
-            assert process.returncode == 0, texts[-1]
+            assert process.returncode == code, texts[-1]
     finally:
         for process in started:
             process.kill()
@@ -99,6 +100,21 @@ def test_reinforcement_learning_over_two_processes_gives_the_run_of_one(tmp_path
     np.testing.assert_allclose(together["learner/grad_norm"][0], alone["learner/grad_norm"][0], rtol=1e-3)
     assert checkpoint.read_record(tmp_path / "two")["step"] == 3
     checkpoint.restore_params(tmp_path / "two")
+
+
+def test_processes_that_were_started_otherwise_are_refused_by_name(tmp_path):
+    launch = [sys.executable, "-m", "rstar2_jax.launch", *FILES, *(f"--gin_bindings={text}" for text in SMALL)]
+    line = [*launch, "--gin_bindings=Learner.mesh=(1, 2, 1)", f"--workdir={tmp_path / 'run'}", "--steps=2"]
+    for text in start(line, devices=2, processes=2, code=2, last=["--gin_bindings=Optimizer.lr=0.5"]):
+        assert "error: processes [1] were started otherwise" in text and "has 'lr = 0.5'" in text
+
+
+def test_an_error_of_the_leader_alone_ends_the_others_as_well(tmp_path):
+    files = [f"--gin_file={name}" for name in ("stage1.gin", "model/box.gin", "scale/box.gin")]
+    told = ("Learner.mesh=(1, 2, 1)", "Task.source='jsonl'", "Task.path='/nowhere/problems.jsonl'", "Run.init_from=''")
+    line = [sys.executable, "-m", "rstar2_jax.launch", *files, *(f"--gin_bindings={t}" for t in (*starts.SIZES, *told))]
+    leader, _ = start([*line, f"--workdir={tmp_path / 'run'}", "--steps=2"], devices=2, processes=2, code=1)
+    assert "/nowhere/problems.jsonl" in leader
 
 
 SHARE = textwrap.dedent("""
