@@ -157,8 +157,8 @@ def test_an_evaluation_of_other_problems_or_another_seed_is_never_taken_for_the_
         "sandbox": project.Sandbox(),
         "samples": 16,
     }
-    asked = {"source": "aime24", "samples_per_problem": 16, "init_from": "runs/stage3", "seed": 0, "sets": []}
-    (tmp_path / "evaluation.json").write_text(json.dumps(asked))
+    asked = evaluate._asked(given["run"], given["task"], given["rollout"], 16)
+    (tmp_path / "evaluation.json").write_text(json.dumps({**asked, "sets": []}))
     assert evaluate.evaluate(**given) == 0 and "is there already" in capsys.readouterr().out
     others = {
         "source = 'aime24', this run has 'aime25'": {"task": project.Task(source="aime25", tokenizer="box")},
