@@ -35,7 +35,9 @@ from rstar2_jax.model import sharding
 CHILD_LIMIT_S = 1800.0
 # What is compiled here never runs: machine code of the cheapest kind has the same buffers and the same traffic, in half
 # of the time.
-_UNOPTIMIZED = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
+_UNOPTIMIZED = ["--xla_backend_optimization_level=0"]
+if jax.__version_info__ < (0, 11):  # programs of jaxlib 0.12 that were compiled without them crash
+    _UNOPTIMIZED.append("--xla_cpu_use_fusion_emitters=false")
 
 
 class PlanError(RuntimeError):
