@@ -5,6 +5,7 @@ Deliberately not here: what a run does once it has begun.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -135,11 +136,10 @@ def _with_moments(run: settings.Run, model: settings.Model, like: TrainState) ->
             f"Run.optimizer_start = {run.optimizer_start!r} needs a finished run in Run.init_from, got "
             f"{run.init_from!r}: name its workdir or set optimizer_start = 'reset'"
         )
-    store = checkpoint.Checkpoints(folder, keep=run.keep_checkpoints)
-    if store.steps():
-        _check_model(folder, checkpoint.read_record(run.init_from), model)
-    found = store.restore(like)
-    store.close()
+    with contextlib.closing(checkpoint.Checkpoints(folder, keep=run.keep_checkpoints)) as store:
+        if store.steps():
+            _check_model(folder, checkpoint.read_record(run.init_from), model)
+        found = store.restore(like)
     if found is None:
         raise ValueError(f"{folder} holds no checkpoint to take moments from: finish that run first")
     before: Any = found[1]

@@ -33,8 +33,8 @@ from rstar2_jax.learner import hlo, hlo_groups, objective, state, update
 from rstar2_jax.model import sharding
 
 CHILD_LIMIT_S = 1800.0
-# What is compiled here never runs: machine code of the cheapest kind has the same buffers and the same traffic, in half
-# of the time.
+# What is compiled here never runs: machine code of the cheapest kind has the same buffers and the same traffic, in two
+# thirds of the time.
 _UNOPTIMIZED = ["--xla_backend_optimization_level=0"]
 if jax.__version_info__ < (0, 11):  # programs of jaxlib 0.12 that were compiled without them crash
     _UNOPTIMIZED.append("--xla_cpu_use_fusion_emitters=false")
