@@ -3,7 +3,8 @@
 A query goes over the pages of its table one after another and keeps the running maximum, the sum of weights and the
 weighted values (the online softmax of FlashAttention, arXiv 2205.14135). A page that lies beyond a query changes none
 of the three by a single bit: its weights are exactly 0 and the maximum stays. So how far the loop runs, which depends
-on the longest sequence beside it, changes no number of a row.
+on the longest sequence beside it, changes no number of a row. What stands in an entry beyond a query is whatever the
+page held before, NaN of a sequence that diverged as well, and 0 NaN is NaN: such values are taken for 0.
 
 Queries are taken in groups of a few, each with a loop of its own: a group runs no further than its own longest
 sequence, and the pages that it has gathered stay in the processor's cache until they are used.
@@ -47,14 +48,22 @@ def write(
 
 
 def windows(
-    keys: Float[Array, "n k d p"], values: Float[Array, "n k p d"], tables: Int[Array, "b t"]
+    keys: Float[Array, "n k d p"],
+    values: Float[Array, "n k p d"],
+    tables: Int[Array, "b t"],
+    filled: Int[Array, " b"],
 ) -> tuple[Float[Array, "b k d s"], Float[Array, "b k s d"]]:
-    """(keys, values) of each row's pages side by side, s = t p entries a row."""
+    """(keys, values) of each row's pages side by side, s = t p entries a row.
+
+    Args:
+        filled: entries that a row has; the values of those beyond are 0 until they are written.
+    """
     b, t = tables.shape
     _, k, d, p = keys.shape
     rows = _gathered(keys, tables.reshape(-1)).reshape(b, t, k, d, p).transpose(0, 2, 3, 1, 4)
     columns = _gathered(values, tables.reshape(-1)).reshape(b, t, k, p, d).transpose(0, 2, 1, 3, 4)
-    return rows.reshape(b, k, d, t * p), columns.reshape(b, k, t * p, d)
+    there = jnp.arange(t * p) < filled[:, None]
+    return rows.reshape(b, k, d, t * p), jnp.where(there[:, None, :, None], columns.reshape(b, k, t * p, d), 0)
 
 
 def write_in_windows(
@@ -109,7 +118,7 @@ def _over_pages(q, keys, values, positions, tables):
         k, v = _gathered(keys, pages).astype(q.dtype), _gathered(values, pages).astype(q.dtype)
         scores = jnp.einsum("bkgd,bkdp->bkgp", q, k, preferred_element_type=jnp.float32) * scale
         seen = number * page_tokens + jnp.arange(page_tokens) <= positions[:, None]
-        scores = jnp.where(seen[:, None, None], scores, ops.MASKED)
+        scores, v = jnp.where(seen[:, None, None], scores, ops.MASKED), jnp.where(seen[:, None, :, None], v, 0)
         new_best = jnp.maximum(best, scores.max(axis=-1))
         shrink, weights = jnp.exp(best - new_best), jnp.exp(scores - new_best[..., None])
         added = jnp.einsum("bkgp,bkpd->bkgd", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)

@@ -127,7 +127,8 @@ def step(
     """
     lanes, windows = rows.token.shape[0], None
     if in_windows(rows.table.shape[1], cache[0][1].shape[2]):
-        windows = tuple(pages.windows(*entry, rows.table) for entry in cache)
+        filled = _first_places(rows, given)
+        windows = tuple(pages.windows(*entry, rows.table, filled) for entry in cache)
     last_given = jnp.max(jnp.where(jnp.any(given.position >= 0, axis=1), jnp.arange(1, MAX_STEPS + 1), 0))
 
     def wanted(state):
@@ -162,6 +163,13 @@ def step(
     start = (jnp.int32(0), rows.token, rows.position, rows.remaining, 0, cache, windows, ids, logprobs)
     done, *_, cache, _, ids, logprobs = jax.lax.while_loop(wanted, advance, start)
     return cache, ids, logprobs, done
+
+
+def _first_places(rows, given):
+    """The first place that each lane's own row writes in a call: all before it are filled; 0 for a lane without one."""
+    places = jnp.concatenate([given.position, rows.position[None]])
+    first = jnp.min(jnp.where(places < 0, jnp.iinfo(jnp.int32).max, places), axis=0)
+    return jnp.where(jnp.any(places >= 0, axis=0), first, 0)
 
 
 def _sample(model, params, hidden, position, rows):

@@ -78,6 +78,26 @@ def test_a_row_that_takes_no_part_is_finite_and_writes_nothing():
         np.testing.assert_array_equal(before, after)
 
 
+@pytest.mark.parametrize("rest", [0.0, np.nan, np.inf], ids=str)
+def test_what_stands_beyond_a_query_changes_no_bit_of_it_not_even_nan(rest):
+    (keys, values), q, table = pool(16), queries(17), tables(18)
+    positions = np.array([0, 3, 6, -1, 15], np.int32)
+    wanted = attention(q, keys, values, positions, table)
+    in_windows = jax.jit(windowed_attention)(q, keys, values, positions, table)
+    for row, position in enumerate(positions):
+        for at in range(position + 1, COLUMNS * PAGE):
+            keys[table[row, at // PAGE], :, :, at % PAGE] = values[table[row, at // PAGE], :, at % PAGE] = rest
+    taking_part = positions >= 0
+    got = attention(q, keys, values, positions, table)
+    np.testing.assert_array_equal(got[taking_part], wanted[taking_part])
+    got = jax.jit(windowed_attention)(q, keys, values, positions, table)
+    np.testing.assert_array_equal(got[taking_part], in_windows[taking_part])
+
+
+def windowed_attention(q, keys, values, positions, table):
+    return pages.attention_in_windows(q, *pages.windows(keys, values, table, positions + 1), positions)
+
+
 def test_an_entry_is_written_where_the_table_says_and_nowhere_else():
     (keys, values), table = pool(12), tables(13)
     positions = np.array([0, 7, 15, -1, 10], np.int32)

@@ -12,7 +12,7 @@ import pytest
 
 from rstar2_jax.model import decoder
 from rstar2_jax.rollout import jax_engine
-from rstar2_jax.rollout.engine import Request, Sampling
+from rstar2_jax.rollout.engine import EngineError, Request, Sampling
 from rstar2_jax.settings import Model
 from rstar2_jax.weights import publish
 
@@ -103,6 +103,37 @@ def test_a_sample_is_the_same_bits_when_its_pages_were_taken_and_computed_again(
     assert unhurried.preempted == unhurried.recomputed_tokens == 0
     assert pressed.preempted > 0 and pressed.recomputed_tokens > 0
     assert [bits(g) for g in calm] == [bits(g) for g in tight]
+
+
+@pytest.mark.parametrize("context", [256, 512], ids=["in windows", "page by page"])
+@pytest.mark.parametrize("together", [True, False], ids=["beside it", "after it"])
+def test_a_sequence_that_diverges_changes_no_bit_of_its_neighbours(tmp_path, context, together):
+    apart = dataclasses.replace(MODEL, tie_embeddings=False)
+    tree = decoder.init_params(apart, jax.random.key(0))
+    poison = MODEL.vocab_size - 1  # who holds it computes NaN, and greedy sampling never draws it
+    tree["embed"]["embedding"] = tree["embed"]["embedding"].at[poison].set(np.nan)
+    tree["head"]["kernel"] = tree["head"]["kernel"].at[:, poison].set(0.0)
+    publish.publish(tree, apart, tmp_path, 0)
+    greedy = [request(seed, [1, *ids(seed, 3 + 13 * seed)], new=40, temperature=0.0) for seed in range(4)]
+    greedy = [dataclasses.replace(r, prompt_ids=[i % poison for i in r.prompt_ids]) for r in greedy]
+    diverging = [request(n, [poison, *ids(n, 90)], new=60, temperature=0.0) for n in (90, 91)]
+
+    async def beside_nobody(engine):
+        return await generate_all(engine, greedy)
+
+    async def with_it(engine):
+        lost = asyncio.gather(*(engine.generate(r) for r in diverging), return_exceptions=True)
+        if not together:
+            await lost
+        found = await generate_all(engine, greedy)
+        assert all(isinstance(error, EngineError) for error in await lost)
+        return found
+
+    # No more pages than are needed: those of the sequences that diverge are given to the others.
+    sizes = {"context_tokens": context, "kv_tokens": context + 32}
+    wanted, _ = with_engine(str(tmp_path), beside_nobody, model=apart, **sizes)
+    found, _ = with_engine(str(tmp_path), with_it, model=apart, **sizes)
+    assert [bits(g) for g in found] == [bits(g) for g in wanted]
 
 
 def test_the_samples_of_a_prompt_compute_it_once(store):
