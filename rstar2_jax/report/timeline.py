@@ -1,7 +1,8 @@
 """`python -m rstar2_jax.report.timeline RUN [--out FILE]`: what a run was doing at the same time, as one PNG.
 
 One panel a kind of work, one x axis of seconds, a thin line where a step was done. Generation beside training shows in
-panels that are busy at the same time.
+panels that are busy at the same time. A run that was stopped and went on is one picture: each start follows the one
+before, at a dashed line. The pause between them is cut, and so is what was done again.
 
 Deliberately not here: the counting (io/timeline.py).
 """
@@ -40,7 +41,7 @@ def plot(workdir: Path, out: Path) -> Path:
         ValueError: the run has no step yet.
         FileNotFoundError: it has no timeline.
     """
-    lines = timeline.read_timeline(workdir)
+    lines, starts = timeline.in_a_row(timeline.read_timeline(workdir))
     if not lines:
         raise ValueError(f"{workdir} has no step in its {timeline.TIMELINE_FILE}")
     present = {kind for line in lines for kind in line["busy"]}
@@ -54,13 +55,16 @@ def plot(workdir: Path, out: Path) -> Path:
             starts = line["start_s"] + line["bin_s"] * np.arange(len(values))
             axis.fill_between(starts, values, step="post", color="#1f6feb", alpha=0.75, linewidth=0)
             axis.axvline(line["start_s"], color="#d8dee4", linewidth=0.7, zorder=0)
+        for start_s in starts:
+            axis.axvline(start_s, color="#57606a", linewidth=0.9, linestyle="--", zorder=1)
         axis.set_ylabel(_LABELS.get(kind, kind), fontsize=8, rotation=0, ha="right", va="center")
         axis.set_ylim(bottom=0)
         axis.tick_params(labelsize=7, length=0)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     axes[0].set_title(f"{workdir.name}: {overlap(lines):.0%} of training beside generation", fontsize=10, loc="left")
-    axes[-1].set_xlabel("seconds since the start", fontsize=9)
+    cut = f", {len(starts)} pauses cut" if len(starts) > 1 else ", one pause cut" if starts else ""
+    axes[-1].set_xlabel(f"seconds since the start{cut}", fontsize=9)
     figure.tight_layout()
     figure.savefig(out, format="png", facecolor="white", metadata={"Software": None})
     return out

@@ -86,6 +86,7 @@ async def open_tier(
     async with contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(cluster.connect(cluster.name_of(workdir), sandbox))
         watch = timeline.Timeline(workdir)
+        stack.callback(_end, watch, report)
         tools = offer.registry(task, client, sandbox, functools.partial(watch.span, "tool"))
         await offer.self_test(task, tools)
         digest = await outcome.self_test(client)
@@ -94,6 +95,14 @@ async def open_tier(
         engines = pool.Pool(found, rollout.fleet, report=report, span=functools.partial(watch.span, "generate"))
         stack.push_async_callback(engines.close)
         yield Tier(engine=engines, chat=chat, tools=tools, grader=client, rules=digest, timeline=watch)
+
+
+def _end(watch: timeline.Timeline, report: Callable[[str], None]) -> None:
+    """Write the end of the timeline; a disk that takes no more costs no run its result."""
+    try:
+        watch.close()
+    except OSError as error:
+        report(f"! the end of the timeline was not written: {error}")
 
 
 async def _open_engines(

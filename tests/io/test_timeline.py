@@ -73,6 +73,66 @@ def test_the_area_under_the_curve_is_the_time_of_the_spans(tmp_path_factory, mov
     assert area == pytest.approx(spent, rel=1e-3, abs=0.02 * (1 + len(moves)))
 
 
+def test_a_process_that_writes_no_line_for_a_week_keeps_few_numbers_and_tells_all_of_it_in_the_end(tmp_path):
+    now = Hand()
+    line = timeline.Timeline(tmp_path, now=now)
+    for _ in range(20_000):
+        with line.span("generate"):
+            now.s += 20.0
+        now.s += 10.0
+    kept = sum(spent.size for spent in line._spent.values())
+    assert kept <= timeline._MOST_BINS
+    line.close()
+    (read,) = timeline.read_timeline(tmp_path)
+    busy = read["busy"]["generate"]
+    assert read["step"] == 0 and 200 < len(busy) <= timeline._MOST_BINS
+    assert timeline.end_s(read) == pytest.approx(600_000, abs=read["bin_s"])
+    assert busy[:-1] == pytest.approx([2 / 3] * (len(busy) - 1), abs=0.02)
+
+
+def test_closing_tells_what_no_step_has_told_and_nothing_where_there_is_nothing(tmp_path):
+    now = Hand()
+    line = timeline.Timeline(tmp_path, now=now)
+    now.s += 1.0
+    line.close()
+    assert not (tmp_path / timeline.TIMELINE_FILE).exists()
+    with line.span("generate"):
+        line.flush(4)
+        now.s += 0.1
+    line.close()
+    line.close()
+    assert [(read["step"], read["start_s"]) for read in timeline.read_timeline(tmp_path)] == [(4, 0.0), (5, 1.0)]
+
+
+def test_a_run_that_goes_on_follows_its_first_part_however_long_it_paused(tmp_path):
+    starts = []
+    for first, steps in ((0, 3), (2, 1), (3, 2)):  # the second start does step 2 again
+        timeline.cut(tmp_path, first)
+        now = Hand()
+        line = timeline.Timeline(tmp_path, now=now)
+        for step in range(first, first + steps):
+            with line.span("learn"):
+                now.s += 1.0
+            line.flush(step)
+    lines, starts = timeline.in_a_row(timeline.read_timeline(tmp_path))
+    assert [read["step"] for read in lines] == [0, 1, 2, 3, 4]
+    assert [read["start_s"] for read in lines] == [0.0, 1.0, 2.0, 3.0, 4.0] and starts == [2.0, 3.0]
+    assert timeline.in_a_row([]) == ([], [])
+
+
+def test_no_span_of_a_run_that_went_on_is_drawn_over_another(tmp_path, monkeypatch):
+    drawn_at = []
+    monkeypatch.setattr("matplotlib.axes.Axes.fill_between", lambda axis, starts, values, **_: drawn_at.extend(starts))
+    for _ in range(2):
+        now = Hand()
+        line = timeline.Timeline(tmp_path, now=now)
+        with line.span("learn"):
+            now.s += 1.0
+        line.close()
+    drawn.plot(tmp_path, tmp_path / "x.png")
+    assert len(drawn_at) == 40 and np.all(np.diff(drawn_at) > 0)
+
+
 def test_overlap_is_the_share_of_learning_beside_generation(tmp_path):
     lines = [{"bin_s": 0.5, "busy": {"learn": [1.0, 1.0, 0.0, 1.0], "generate": [0.0, 9.0, 9.0, 0.5]}}]
     assert drawn.overlap(lines) == pytest.approx((1.0 + 0.5) / 3)
