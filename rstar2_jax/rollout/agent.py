@@ -32,7 +32,7 @@ import numpy as np
 
 from rstar2_jax.data import chat as chat_room
 from rstar2_jax.rollout import deadline
-from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Request, RoomError, Sampling
+from rstar2_jax.rollout.engine import Caps, EngineError, Generation, LimitError, Request, RoomError, Sampling
 from rstar2_jax.settings import Rollout
 from rstar2_jax.tools import parse, protocol
 from rstar2_jax.types import CallStatus, FinishReason, Prompt, StopReason, ToolCall, ToolResult, Trajectory, Turn
@@ -63,7 +63,7 @@ class Fault:
     """One fault of ours in an episode: never a reward, always counted.
 
     Args:
-        kind: `deadline`, `room`, `engine`, `tool` or `unexpected`.
+        kind: `deadline`, `room`, `limit`, `engine`, `tool` or `unexpected`.
         prompt_id, sample_index, turn: where it happened.
         waiting_for: what the episode was waiting for.
         message: the error in words.
@@ -79,7 +79,7 @@ class Fault:
     lost: bool
 
 
-_KINDS = {deadline.DeadlineError: "deadline", RoomError: "room"}
+_KINDS = {deadline.DeadlineError: "deadline", RoomError: "room", LimitError: "limit"}
 _OURS = frozenset({CallStatus.INFRA, CallStatus.REJECTED})
 
 

@@ -10,6 +10,8 @@ Deliberately not here: scheduling over several engines, and text of any kind.
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, get_args
 
@@ -27,6 +29,11 @@ class EngineError(RuntimeError):
 
 class RoomError(EngineError):
     """No engine gave a place within the limit: no turn was slow, the engines were full or the only fit was away."""
+
+
+class LimitError(EngineError):
+    """This process has met a limit of its own on the way to an engine; names it and the remedy. It says nothing of the
+    engine, and another one would not be reached either."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +106,28 @@ class Load:
     waiting: int
 
 
+def common_caps(each: Sequence[Caps]) -> Caps:
+    """What a rollout may rely on whichever of the engines it is at; kv_tokens of all of them together."""
+    return Caps(
+        name=each[0].name if len(each) == 1 else f"pool of {len(each)}",
+        vocab_size=min(caps.vocab_size for caps in each),
+        max_context_tokens=min(caps.max_context_tokens for caps in each),
+        kv_tokens=sum(caps.kv_tokens for caps in each),
+        spans=all(caps.spans for caps in each),
+        seeded=all(caps.seeded for caps in each),
+    )
+
+
+def total_load(loads: Sequence[Load], *, waiting: int) -> Load:
+    """The loads added up, with so many requests that wait outside of the engines."""
+    return Load(
+        kv_tokens_used=sum(load.kv_tokens_used for load in loads),
+        kv_tokens_free=sum(load.kv_tokens_free for load in loads),
+        running=sum(load.running for load in loads),
+        waiting=sum(load.waiting for load in loads) + waiting,
+    )
+
+
 def checked_request(caps: Caps, request: Request) -> np.ndarray:
     """i32[n]: the prompt's ids, once it is sure that the request can be served.
 
@@ -106,6 +135,7 @@ def checked_request(caps: Caps, request: Request) -> np.ndarray:
         ValueError: it never can; names the value and its limit.
     """
     ids, sampling = _checked_ids(caps, request.prompt_ids, f"request {request.rid}"), request.sampling
+    _check_kinds(request)
     needed, held = len(ids) + sampling.max_new_tokens, caps.max_context_tokens
     least = settings.LEAST_TEMPERATURE
     warm = sampling.temperature >= least
@@ -115,12 +145,27 @@ def checked_request(caps: Caps, request: Request) -> np.ndarray:
         (warm or sampling.temperature == 0, f"temperature = {sampling.temperature} must be {least:g} or more, or 0"),
         (0 < sampling.top_p <= 1, f"top_p = {sampling.top_p} must be in (0, 1]"),
         (sampling.top_k == -1 or sampling.top_k > 0, f"top_k = {sampling.top_k} must be above 0, or -1 for off"),
+        (sampling.top_k < 2**31, f"top_k = {sampling.top_k} must be below 2**31, or -1 for off"),
+        (all(0 <= i < 2**31 for i in sampling.stop_ids), f"stop_ids = {sampling.stop_ids} must be in [0, 2**31)"),
         (0 <= request.seed < 2**64, f"seed = {request.seed} must be in [0, 2**64)"),
     ]
     for ok, complaint in rules:
         if not ok:
             raise ValueError(f"request {request.rid}: {complaint}")
     return ids
+
+
+def _check_kinds(request: Request) -> None:
+    """Refuse what is no number of its kind: no engine could be sent it, and the embedded one would end of it."""
+    sampling = request.sampling
+    whole = {"seed": request.seed, "max_new_tokens": sampling.max_new_tokens, "top_k": sampling.top_k}
+    whole |= {f"stop_ids[{number}]": value for number, value in enumerate(sampling.stop_ids)}
+    for name, value in whole.items():
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+            raise ValueError(f"request {request.rid}: {name} = {value!r} must be a whole number")
+    for name, value in {"temperature": sampling.temperature, "top_p": sampling.top_p}.items():
+        if not isinstance(value, numbers.Real) or isinstance(value, bool) or not math.isfinite(value):
+            raise ValueError(f"request {request.rid}: {name} = {value!r} must be a finite number")
 
 
 def checked_mode(mode: PauseMode) -> PauseMode:
@@ -139,9 +184,12 @@ def checked_text(caps: Caps, token_ids: Sequence[int]) -> np.ndarray:
 
 
 def _checked_ids(caps: Caps, token_ids: Sequence[int], what: str) -> np.ndarray:
-    ids = np.asarray(token_ids, np.int64)
+    ids = np.asarray(token_ids)
     if ids.ndim != 1 or not len(ids):
         raise ValueError(f"{what}: needs at least one id")
+    if ids.dtype.kind not in "iu":
+        bad = next((i for i in token_ids if not isinstance(i, numbers.Integral)), ids.dtype)
+        raise ValueError(f"{what}: id {bad!r} must be a whole number below 2**63")
     if ids.min() < 0 or ids.max() >= caps.vocab_size:
         bad = next(i for i in ids.tolist() if not 0 <= i < caps.vocab_size)
         raise ValueError(f"{what}: id {bad} is outside the vocabulary of {caps.vocab_size}")
@@ -151,8 +199,8 @@ def _checked_ids(caps: Caps, token_ids: Sequence[int], what: str) -> np.ndarray:
 class RolloutEngine(Protocol):
     """One replica. All methods may be called from one event loop; generate is called many times at once.
 
-    Every fault of the engine or of the way to it is an EngineError; a request that can never be served, whoever asks,
-    is a ValueError.
+    Every fault of the engine or of the way to it is an EngineError, one of this process a LimitError; a request that
+    can never be served, whoever asks, is a ValueError.
     """
 
     @property
@@ -183,7 +231,7 @@ class RolloutEngine(Protocol):
     async def alive(self) -> bool:
         """Whether the engine answers at all: cheap, also while it is paused or busy. Progress is judged by other signs.
 
-        Never raises EngineError.
+        Never raises an EngineError but a LimitError: nobody knows then.
         """
         ...
 

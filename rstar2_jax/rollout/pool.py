@@ -22,8 +22,9 @@ import numpy as np
 
 from rstar2_jax import settings
 from rstar2_jax.rollout import balance, watch
+from rstar2_jax.rollout import engine as contract
 from rstar2_jax.rollout import seat as seats
-from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Load, PauseMode, Request, RolloutEngine, RoomError
+from rstar2_jax.rollout.engine import EngineError, Generation, LimitError, Request, RolloutEngine
 
 _MOST_STRIKES = 3  # failed turns or unanswered probes in a row
 _FEWEST_PROBE_S = 1.0
@@ -60,7 +61,7 @@ class Pool:
         self._seats: dict[str, seats.Seat] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._weights: tuple[str, int] | None = None
-        self._quiet = 0  # updates and pauses under way: engines owe no progress meanwhile
+        self._updating, self._paused = 0, False  # engines owe no progress meanwhile
         self._warm_ups: tuple[Request, ...] = ()
         self._strikes = [0] * len(engines)
         self._turns = [0] * len(engines)
@@ -70,17 +71,9 @@ class Pool:
         self._last_up_s = self.seated_s = 0.0
 
     @property
-    def caps(self) -> Caps:
+    def caps(self) -> contract.Caps:
         """What a rollout may rely on wherever it is seated; kv_tokens of all engines together."""
-        each = [engine.caps for engine in self._engines]
-        return Caps(
-            name=each[0].name if len(each) == 1 else f"pool of {len(each)}",
-            vocab_size=min(caps.vocab_size for caps in each),
-            max_context_tokens=min(caps.max_context_tokens for caps in each),
-            kv_tokens=sum(caps.kv_tokens for caps in each),
-            spans=all(caps.spans for caps in each),
-            seeded=all(caps.seeded for caps in each),
-        )
+        return contract.common_caps([engine.caps for engine in self._engines])
 
     @property
     def weights_version(self) -> int:
@@ -141,28 +134,27 @@ class Pool:
         """f32[n] by the first engine in service."""
         return await self._engines[self._in_service()[0]].score(token_ids)
 
-    async def load(self) -> Load:
+    async def load(self) -> contract.Load:
         """The loads of the engines in service added up; rollouts in the queue wait as well."""
         loads = [await self._engines[i].load() for i in self._balancer.up]
-        return Load(
-            kv_tokens_used=sum(load.kv_tokens_used for load in loads),
-            kv_tokens_free=sum(load.kv_tokens_free for load in loads),
-            running=sum(load.running for load in loads),
-            waiting=sum(load.waiting for load in loads) + self._balancer.waiting,
-        )
+        return contract.total_load(loads, waiting=self._balancer.waiting)
 
     async def alive(self) -> bool:
         """Whether any engine is in service."""
         return bool(self._balancer.up)
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Pause every engine in service."""
-        self._quiet += 1
-        await self._each(lambda engine: engine.pause(mode))
+    async def pause(self, mode: contract.PauseMode) -> None:
+        """Pause every engine in service; none comes back into service before resume."""
+        self._paused = True
+        try:
+            await self._each(lambda engine: engine.pause(mode))
+        except EngineError:
+            self._paused = False
+            raise
 
     async def resume(self) -> None:
         """Resume every engine in service."""
-        self._quiet = max(0, self._quiet - 1)
+        self._paused = False
         await self._each(lambda engine: engine.resume())
 
     async def abort(self, rid: str | None = None) -> None:
@@ -179,13 +171,16 @@ class Pool:
         Where none could, an engine that comes back with the version in time will do.
 
         Raises:
+            LimitError: this process could not ask them all.
             EngineError: none could follow; names the first reason.
         """
         self._weights = root, version
         self._look_after()
-        self._quiet += 1
+        self._updating += 1
         try:
             await self._each(lambda engine: engine.update_weights(root, version), rolling=self._policy.rolling)
+        except LimitError:
+            raise
         except EngineError:
             deadline_s = asyncio.get_running_loop().time() + self._policy.progress_s
             while not self._balancer.up:
@@ -193,7 +188,7 @@ class Pool:
                     raise
                 await asyncio.sleep(self._policy.probe_s / 4)
         finally:
-            self._quiet -= 1
+            self._updating -= 1
 
     async def warm_up(self, requests: Sequence[Request]) -> None:
         """Have every engine in service compile what these requests need, and later each one that comes back before it
@@ -297,7 +292,7 @@ class Pool:
             if too_long(since_s):
                 names = ", ".join(self._engines[i].caps.name for i in able)
                 need = f"rollout {rollout.name} needs {self._balancer.need(rollout)} KV tokens"
-                seat.fail(RoomError(f"{need}, and none large enough ({names}) {away} {now - since_s:.0f} s"))
+                seat.fail(contract.RoomError(f"{need}, and none large enough ({names}) {away} {now - since_s:.0f} s"))
 
     async def _bring_back(self, index: int) -> None:
         engine = self._engines[index]
@@ -309,6 +304,8 @@ class Pool:
                 await self._warm(engine)
         except Exception as error:  # whatever it is: nobody but this engine's watcher would ever try again
             self._report(f"! engine {engine.caps.name} answers again, but cannot serve: {error!r}")
+            return
+        if self._paused:
             return
         self._balancer.bring_up(index)
         for seat in self._seats.values():
@@ -341,6 +338,8 @@ class Pool:
                 await watch.unless(self._down[index], act(engine))
                 if self._down[index].is_set():
                     raise EngineError(f"{engine.caps.name} was taken down meanwhile")
+            except LimitError:
+                raise  # no engine's fault
             except EngineError as error:
                 failures.append(error)
                 self._take_down(index, str(error))
@@ -350,7 +349,9 @@ class Pool:
             for index in up:
                 await one(index)
         else:
-            await asyncio.gather(*(one(index) for index in up))
+            for outcome in await asyncio.gather(*(one(index) for index in up), return_exceptions=True):
+                if outcome is not None:
+                    raise outcome
         if len(failures) == len(up):
             raise EngineError(f"none of {len(up)} engines could: {failures[0]}") from failures[0]
 
@@ -373,7 +374,7 @@ class Pool:
             answers = await watch.answers(engine, self._limit_s())
             silent = 0 if answers else silent + 1
             if index not in self._balancer.up:
-                if answers and asyncio.get_running_loop().time() >= self._away_until_s[index]:
+                if answers and not self._paused and asyncio.get_running_loop().time() >= self._away_until_s[index]:
                     progress = watch.Progress(self._policy.progress_s)
                     returning = self._bring_back(index)
                     await watch.meanwhile(returning, self._policy.progress_s, self._policy.probe_s, self._give_up)
@@ -383,8 +384,11 @@ class Pool:
                 self._take_down(index, f"no answer to {silent} probes")
                 continue
             working = sum(seat.in_flight for seat in self._seats.values() if seat.is_at(index))
-            sign = self._turns[index], await watch.kv_tokens_used(engine, self._limit_s())
+            try:
+                sign = self._turns[index], await watch.kv_tokens_used(engine, self._limit_s())
+            except LimitError:
+                continue
             now = asyncio.get_running_loop().time()
-            stuck_s = progress.see(sign, now, idle=self._quiet > 0 or not working)
+            stuck_s = progress.see(sign, now, idle=self._updating > 0 or self._paused or not working)
             if stuck_s is not None:
                 self._take_down(index, f"no progress for {stuck_s:.0f} s with {working} turns in flight")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rstar2_jax.rollout import balance, watch
-from rstar2_jax.rollout.engine import Caps, EngineError, Generation, Request, RolloutEngine, RoomError
+from rstar2_jax.rollout.engine import Caps, EngineError, Generation, LimitError, Request, RolloutEngine, RoomError
 
 _MOST_ATTEMPTS = 4  # of one turn: beyond that it is the request that no engine can serve
 _MOST_MOVES = 16  # of one turn: beyond that it is the request that every engine fails of
@@ -119,6 +119,7 @@ class Seat:
 
         Raises:
             ValueError: it can never be served.
+            LimitError: this process could not send it.
             EngineError: several attempts failed.
         """
         if request.rid != self._rid:
@@ -132,6 +133,8 @@ class Seat:
             try:
                 with self._pool.span():
                     generation = await self._attempt(self._pool.engine(index), request)
+            except LimitError:
+                raise  # no engine's fault, and no other would be reached either
             except EngineError as error:
                 self._last = error
                 self._failed += not await self._pool.turn_failed(index, error)

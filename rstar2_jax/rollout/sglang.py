@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -26,11 +25,13 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from rstar2_jax.rollout import sglang_call
 from rstar2_jax.rollout import sglang_wire as wire
 from rstar2_jax.rollout.engine import (
     Caps,
     EngineError,
     Generation,
+    LimitError,
     Load,
     PauseMode,
     Request,
@@ -104,9 +105,7 @@ class SglangEngine:
         self._background: set[asyncio.Task[None]] = set()
         self._update_lock = asyncio.Lock()
         self._closed = False
-        # A connection for each request: one that is kept may be closed by the server just as it is used again.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
+        self._session = sglang_call.open_session()
 
     @property
     def caps(self) -> Caps:
@@ -185,6 +184,8 @@ class SglangEngine:
         """Whether the server's front answers; a server that was replaced, and so lost its weights, is found out."""
         try:
             info = await self._get("/model_info")
+        except LimitError:
+            raise
         except EngineError:
             return False
         if not isinstance(info, dict):  # something else answers at that address
@@ -378,22 +379,5 @@ class SglangEngine:
         if self._closed:
             raise EngineError(f"{self._name} is closed")
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=min(limit_s, self._deadlines.connect_s))
-        try:
-            async with self._session.request(method, self._url + path, json=body, timeout=timeout) as response:
-                text = await response.text()
-                if response.status != 200:
-                    raise wire.RefusedError(f"{self._name} refused {what}: {response.status}, {wire.refusal(text)}")
-                kind = response.content_type
-        except TimeoutError as error:
-            raise EngineError(f"{self._name}: waited {limit_s:g} s for {what}") from error
-        except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
-            raise EngineError(f"{self._name} failed in {what}: {error!r}") from error
-        if kind != "application/json":
-            return None
-        try:
-            value = json.loads(text)
-        except ValueError as error:
-            raise EngineError(f"{self._name} answered {what} with broken JSON: {text[:200]!r}") from error
-        if isinstance(value, dict) and value.get("success") is False:
-            raise wire.RefusedError(f"{self._name} refused {what}: {value.get('message')}")
-        return value
+        asked = {"timeout": timeout, "name": self._name, "what": what}
+        return await sglang_call.call(self._session, method, self._url + path, body, **asked)

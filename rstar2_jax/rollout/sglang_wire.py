@@ -45,16 +45,16 @@ def generate_body(request: Request, rid: str, extra_key: str) -> dict[str, Any]:
     """
     sampling = request.sampling
     params = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
+        "temperature": float(sampling.temperature),  # numbers of numpy are none of JSON's
+        "top_p": float(sampling.top_p),
+        "top_k": int(sampling.top_k),
         "min_p": 0.0,
-        "max_new_tokens": sampling.max_new_tokens,
-        "stop_token_ids": list(sampling.stop_ids),
+        "max_new_tokens": int(sampling.max_new_tokens),
+        "stop_token_ids": [int(i) for i in sampling.stop_ids],
         "ignore_eos": False,  # True would switch stop_token_ids off as well
         "skip_special_tokens": False,
         "no_stop_trim": True,
-        "sampling_seed": _signed(request.seed),
+        "sampling_seed": _signed(int(request.seed)),
     }
     return {
         "rid": rid,
@@ -213,7 +213,7 @@ def load(reply: Any) -> Load:
         total = sum(int(rank["max_total_num_tokens"]) for rank in ranks)
         running = sum(int(rank["num_running_reqs"]) for rank in ranks)
         waiting = sum(int(rank["num_waiting_reqs"]) for rank in ranks)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise EngineError(f"a load cannot be read ({error!r}): {str(reply)[:200]}") from error
     return Load(kv_tokens_used=used, kv_tokens_free=max(0, total - used), running=running, waiting=waiting)
 
@@ -237,7 +237,7 @@ def is_untouched(refused: str) -> bool:
 
 def refusal(text: str) -> str:
     """What a refusal says, out of its JSON where it is some."""
-    with contextlib.suppress(ValueError, AttributeError):
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
         said = json.loads(text)
         text = str(said.get("message") or said.get("error") or said.get("detail") or text)
     return text[:2000]

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Hashable
 from typing import TypeVar
 
-from rstar2_jax.rollout.engine import EngineError, RolloutEngine
+from rstar2_jax.rollout.engine import EngineError, LimitError, RolloutEngine
 
 _T = TypeVar("_T")
 
@@ -71,18 +71,26 @@ async def meanwhile(work: Awaitable[None], limit_s: float, every_s: float, act: 
 
 
 async def answers(engine: RolloutEngine, limit_s: float) -> bool:
-    """Whether the engine says within the limit that it lives."""
+    """Whether the engine says within the limit that it lives; it is taken to where this process could not ask."""
     try:
         async with asyncio.timeout(limit_s):
             return await engine.alive()
     except TimeoutError:
         return False
+    except LimitError:
+        return True
 
 
 async def kv_tokens_used(engine: RolloutEngine, limit_s: float) -> int | None:
-    """Tokens in the engine's cache, a sign of its work; None where it does not say within the limit."""
+    """Tokens in the engine's cache, a sign of its work; None where it does not say within the limit.
+
+    Raises:
+        LimitError: this process could not ask.
+    """
     try:
         async with asyncio.timeout(limit_s):
             return (await engine.load()).kv_tokens_used
+    except LimitError:
+        raise
     except (TimeoutError, EngineError):
         return None

@@ -17,7 +17,8 @@ class FaultyServer:
     """Answers every turn with ids 1, 2, 3... up to the limit, unless `faults[path]` says otherwise.
 
     A fault is "die" (the connection is closed), "hang", "cut" (half of the JSON is sent), "torn" (the connection
-    ends in the middle of the body), "html" (no JSON), an integer (that status), or a function that changes the reply.
+    ends in the middle of the body), "html" (no JSON), "deep" (JSON without end), an integer (that status), or a
+    function that changes the reply.
     """
 
     def __init__(self, *, release="0.5.23", plugin=True, spans=True, version="default"):
@@ -47,6 +48,8 @@ class FaultyServer:
             await asyncio.sleep(HANG_S)
         if isinstance(fault, int):
             return web.json_response({"message": f"status {fault} was asked for"}, status=fault)
+        if fault == "deep":
+            return web.Response(text="[" * 100_000, content_type="application/json")
         if fault == "html":
             return web.Response(text="<html>busy</html>", content_type="text/html")
         reply = await self.reply(path, body)

@@ -387,7 +387,11 @@ def test_a_tool_that_never_answers_ends_the_episode_as_lost_and_is_named(chat):
 
 @pytest.mark.parametrize(
     ("error", "kind"),
-    [(engine.EngineError("the replica died"), "engine"), (RuntimeError("out of memory"), "unexpected")],
+    [
+        (engine.EngineError("the replica died"), "engine"),
+        (engine.LimitError("too many open files"), "limit"),
+        (RuntimeError("out of memory"), "unexpected"),
+    ],
 )
 def test_an_engine_that_fails_ends_the_episode_as_lost_with_the_finished_turns(chat, error, kind):
     trajectory, _, (fault,) = run(chat, [call_text("1"), error])

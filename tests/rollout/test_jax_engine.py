@@ -348,7 +348,24 @@ BAD_REQUESTS = {
     "top_k": (request(0, prompt=[1], top_k=0), "top_k = 0"),
     "stop ids": (request(0, prompt=[1], stop=range(9)), "9 stop ids: at most 8"),
     "seed": (dataclasses.replace(request(0, prompt=[1]), seed=-3), "seed = -3"),
+    "seed in part": (dataclasses.replace(request(0, prompt=[1]), seed=1.5), "seed = 1.5 must be a whole number"),
+    "id in part": (request(0, prompt=[1, 2.5]), "id 2.5 must be a whole number"),
+    "ids in part": (request(0, prompt=[1], new=4.5), "max_new_tokens = 4.5 must be a whole number"),
+    "truth": (request(0, prompt=[1], top_k=True), "top_k = True must be a whole number"),
+    "top_k too large": (request(0, prompt=[1], top_k=2**31), "top_k = 2147483648 must be below"),
+    "stop id too large": (request(0, prompt=[1], stop=[2**40]), r"stop_ids = \(1099511627776,\) must be in"),
+    "hot without end": (request(0, prompt=[1], temperature=np.inf), "temperature = inf must be a finite number"),
 }
+
+
+def test_requests_that_are_refused_cost_the_engine_nothing(store):
+    async def use(engine):
+        for bad, complaint in BAD_REQUESTS.values():
+            with pytest.raises(ValueError, match=complaint):
+                await engine.generate(bad)
+        return await engine.generate(request(1))
+
+    assert len(with_engine(store, use).token_ids) == 20
 
 
 @pytest.mark.parametrize("bad, complaint", BAD_REQUESTS.values(), ids=BAD_REQUESTS.keys())
@@ -465,6 +482,17 @@ def test_weights_without_finite_numbers_are_an_error_and_leave_no_trace_after_th
         return await engine.generate(same)
 
     assert bits(with_engine(store, use)) == bits(with_engine(store, lambda e: e.generate(same)))
+
+
+def test_a_request_without_finite_numbers_gives_its_lane_back_at_once(tmp_path, params):
+    publish.publish(jax.tree.map(lambda leaf: leaf * np.nan, params[0]), MODEL, tmp_path, 0)
+
+    async def use(engine):
+        with pytest.raises(EngineError, match="weights 0 give no finite number"):
+            await engine.generate(request(1, prompt=[1], new=200))
+        return engine.stats.decode_steps
+
+    assert with_engine(str(tmp_path), use) <= 5
 
 
 def test_bfloat16_weights_on_the_device_give_the_numbers_of_the_float32_masters(params):

@@ -415,6 +415,138 @@ def test_three_failed_turns_in_a_row_take_an_engine_down_that_still_answers():
     assert results == all_expected(12) and engines.up == ["b"]
 
 
+def test_a_limit_of_this_process_is_an_error_of_its_own_and_costs_no_engine_its_place():
+    class Unreached(Replica):
+        limited = False
+
+        async def _try(self):
+            if self.limited:
+                raise engine.LimitError("this process may open no more files")
+
+        async def generate(self, request):
+            await self._try()
+            return await super().generate(request)
+
+        async def load(self):
+            await self._try()
+            return await super().load()
+
+        async def alive(self):
+            await self._try()
+            return await super().alive()
+
+        async def update_weights(self, root, version):
+            await self._try()
+            await super().update_weights(root, version)
+
+    replicas = [Unreached("a"), Unreached("b")]
+
+    async def act(engines):
+        await engines.update_weights("store", 0)
+        for replica in replicas:
+            replica.limited = True
+        results = await asyncio.gather(*(rollout(engines, n) for n in range(24)), return_exceptions=True)
+        assert all(type(error) is engine.LimitError for error in results)
+        await asyncio.sleep(0.3)  # some probes, and longer than engines may stand still
+        with pytest.raises(engine.LimitError, match="no more files"):
+            await engines.update_weights("store", 1)
+        assert engines.up == ["a", "b"]
+        for replica in replicas:
+            replica.limited = False
+        await engines.update_weights("store", 1)
+        return await many(engines)
+
+    results, engines, lines = drive(replicas, FAST, act)
+    assert results == all_expected() and lines == [] and engines.counts.taken_down == 0
+
+
+class Pausable(Replica):
+    """Turns that end only while it is not paused."""
+
+    paused = False
+
+    async def generate(self, request):
+        while self.paused:
+            await asyncio.sleep(0.005)
+        return await super().generate(request)
+
+    async def pause(self, mode):
+        if self.dead:
+            raise engine.EngineError(f"{self.caps.name} takes no pause")
+        self.paused = True
+
+    async def resume(self):
+        self.paused = False
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["twice", "in vain"])
+def test_after_a_pause_engines_that_stand_still_are_found_out_again(fails):
+    replicas = [Pausable("a"), Pausable("b")]
+
+    async def act(engines):
+        await engines.update_weights("store", 0)
+        for replica in replicas:
+            replica.dead = fails
+        if fails:
+            with pytest.raises(engine.EngineError, match="none of 2 engines could"):
+                await engines.pause("in_place")
+            for replica in replicas:
+                replica.dead = False
+            while len(engines.up) < 2:
+                await asyncio.sleep(0.01)
+        else:
+            await engines.pause("in_place")
+            await engines.pause("retract")  # applies the new mode
+            await engines.resume()
+        replicas[0].stuck = True
+        async with asyncio.timeout(10.0):
+            return await many(engines)
+
+    results, _, lines = drive(replicas, FAST, act)
+    assert results == all_expected() and any("no progress for" in line for line in lines)
+
+
+def test_no_engine_comes_back_into_a_pool_that_is_paused():
+    replicas = [Pausable("a"), Pausable("b")]
+
+    async def act(engines):
+        await engines.update_weights("store", 0)
+        replicas[0].dead = True
+        await engines.update_weights("store", 1)
+        await engines.pause("in_place")
+        replicas[0].dead = False
+        work = asyncio.create_task(many(engines, 8))
+        await asyncio.sleep(0.3)
+        assert engines.up == ["b"] and not replicas[0].served
+        await engines.resume()
+        return await work, [await _up(engines, "a")]
+
+    assert drive(replicas, FAST, act)[0][0] == all_expected(8)
+
+
+async def _up(engines, name):
+    while name not in engines.up:
+        await asyncio.sleep(0.01)
+
+
+def test_an_update_ends_on_every_engine_before_an_odd_error_of_one_is_told():
+    class Odd(Replica):
+        async def update_weights(self, root, version):
+            if self.caps.name == "a":
+                raise KeyError("odd")
+            await asyncio.sleep(0.05)
+            await super().update_weights(root, version)
+
+    replicas = [Odd("a"), Odd("b")]
+
+    async def act(engines):
+        with pytest.raises(KeyError, match="odd"):
+            await engines.update_weights("store", 3)
+        return replicas[1].weights_version
+
+    assert drive(replicas, STILL, act)[0] == 3
+
+
 def test_when_no_engine_is_left_every_rollout_ends_with_an_error_that_says_so():
     replicas = [Replica("a"), Replica("b")]
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import math
+import os
+import resource
 
 import jax
+import numpy as np
 import pytest
 
 from rstar2_jax.model import decoder
-from rstar2_jax.rollout import sglang
+from rstar2_jax.rollout import sglang, watch
 from rstar2_jax.rollout import sglang_wire as wire
-from rstar2_jax.rollout.engine import EngineError
+from rstar2_jax.rollout.engine import EngineError, LimitError
 from rstar2_jax.settings import Model
 from rstar2_jax.types import FinishReason
 from rstar2_jax.weights import publish
@@ -109,6 +114,7 @@ BROKEN_TURNS = {
     "cut": ("cut", "broken JSON"),
     "torn": ("torn", "failed in request r0"),
     "html": ("html", "cannot be read"),
+    "too deep": ("deep", "broken JSON"),
     "503": (503, "refused request r0: 503, status 503"),
     "another's": (lambda r: r | {"meta_info": r["meta_info"] | {"id": "other"}}, "is one to 'other'"),
     "too few log-probabilities": (
@@ -358,6 +364,77 @@ def test_liveness_is_no_exception_and_never_asks_for_health(store):
 
     alive, asked = with_server(use, ready=store)
     assert alive == [True, False, False, False, False] and "/health" not in asked
+
+
+@contextlib.contextmanager
+def no_file_left():
+    """This process may open nothing more for as long as this lasts."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_that_may_open_no_more_files_blames_itself_by_name_and_no_server(store):
+    async def use(server, engine):
+        with no_file_left():
+            with pytest.raises(LimitError, match=r"request r0 did not reach far: .*RLIMIT_NOFILE = \d+ .*ulimit -Hn"):
+                await engine.generate(turn())
+            with pytest.raises(LimitError, match="model_info did not reach far"):
+                await engine.alive()
+            assert await watch.answers(engine, 1.0)
+            with pytest.raises(LimitError, match="loads did not reach far"):
+                await watch.kv_tokens_used(engine, 1.0)
+        return server.asked, await engine.generate(turn())
+
+    asked, after = with_server(use, ready=store)
+    assert [path for path, _ in asked] == [GENERATE] and len(after.token_ids) == 4
+
+
+UNSENDABLE = {
+    "temperature": (math.inf, "temperature = inf must be a finite number"),
+    "top_p": (math.nan, "top_p = nan must be a finite number"),
+    "top_k": (2.5, "top_k = 2.5 must be a whole number"),
+    "stop": ((7, math.nan), r"stop_ids\[1\] = nan must be a whole number"),
+    "new": ("4", "max_new_tokens = '4' must be a whole number"),
+    "prompt": ([1, math.nan], "id nan must be a whole number"),
+}
+
+
+@pytest.mark.parametrize("field", UNSENDABLE)
+def test_what_is_no_number_that_json_knows_is_refused_by_field_and_value_before_it_is_sent(store, field):
+    value, complaint = UNSENDABLE[field]
+
+    async def use(server, engine):
+        with pytest.raises(ValueError, match=f"request r0: {complaint}"):
+            await engine.generate(turn(**{field: value}))
+        return server.bodies(GENERATE)
+
+    assert with_server(use, ready=store) == []
+
+
+def test_numbers_of_numpy_are_sent_as_numbers(store):
+    async def use(server, engine):
+        few = turn(new=np.int64(4), top_k=np.int32(5), temperature=np.float32(0.5), stop=(np.int64(39),))
+        await engine.generate(dataclasses.replace(few, seed=np.uint32(7), prompt_ids=np.array([1, 2, 3], np.int32)))
+        return server.bodies(GENERATE)[0]
+
+    body = with_server(use, ready=store)
+    assert body["input_ids"] == [1, 2, 3] and body["sampling_params"]["stop_token_ids"] == [39]
+    assert [body["sampling_params"][name] for name in ("top_k", "temperature", "sampling_seed")] == [5, 0.5, 7]
+
+
+def test_a_load_without_end_is_an_engine_error(store):
+    async def use(server, engine):
+        server.faults["/v1/loads"] = lambda reply: {"loads": [reply["loads"][0] | {"num_used_tokens": math.inf}]}
+        with pytest.raises(EngineError, match="far: a load cannot be read"):
+            await engine.load()
+
+    with_server(use, ready=store)
 
 
 def test_a_turn_that_the_server_ends_for_want_of_room_is_an_abort_with_its_ids(store):
