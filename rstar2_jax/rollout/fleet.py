@@ -20,6 +20,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from rstar2_jax.io import limits
 from rstar2_jax.rollout import sglang, watch
 from rstar2_jax.rollout.engine import EngineError
 from rstar2_jax.settings import Model
@@ -132,17 +133,21 @@ class Replica:
             "parent": os.getpid(),
         }
         flags = [f"--{flag}={value}" for flag, value in sizes.items()]
-        with self._log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "rstar2_jax.rollout.serve",
-                *flags,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                process_group=0,  # a Ctrl-C is for the trainer, which then ends its engines in order
-            )
+        try:
+            with self._log.open("ab") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "rstar2_jax.rollout.serve",
+                    *flags,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=log,
+                    process_group=0,  # a Ctrl-C is for the trainer, which then ends its engines in order
+                )
+        except OSError as error:  # no memory, no file or no process left for it
+            reason = limits.met_open_files(error) or error
+            raise EngineError(f"engine process {self._name} cannot be started: {reason}") from error
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(_START_S):
@@ -179,6 +184,7 @@ class Replica:
                 await self._launch()
             except EngineError as error:
                 self._report(f"! {error}")
+                await asyncio.sleep(_LOOK_S)  # what it lacks may come back
 
 
 @contextlib.asynccontextmanager
