@@ -6,6 +6,7 @@ What evaluation and curation share. Deliberately not here: what is made of the a
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 from rstar2_jax import begin, settings
 from rstar2_jax.report import console
-from rstar2_jax.rollout import groups, tier
+from rstar2_jax.rollout import deadline, groups, tier
 from rstar2_jax.types import Group, Prompt
 from rstar2_jax.weights import publish
 
@@ -83,11 +84,14 @@ async def ask(
         done += 1
         screen.progress(name, done, len(problems) * sampler.rollout.oversample)
 
-    async def one(problem: Prompt) -> Group:
+    async def one(problem: Prompt, first: int) -> Group:
         async with limit:
-            return (await groups.sample_group(sampler, problem, step=step, on_done=finished))[0]
+            found = await groups.sample_group(sampler, problem, step=step, first_index=first, on_done=finished)
+            return found[0]
 
-    return list(await asyncio.gather(*(one(problem) for problem in problems)))
+    # Rows of a file may carry one id twice: their rollouts need names of their own.
+    starts = groups.first_indices(problems, sampler.rollout.oversample, collections.Counter())
+    return await deadline.together([one(problem, start) for problem, start in zip(problems, starts, strict=True)])
 
 
 def refuse_long(name: str, problems: Sequence[Prompt], length: Callable[[Prompt], int], limit: int) -> None:

@@ -200,20 +200,30 @@ async def sample_group(
     return group, [fault for _, _, faults in parts for fault in faults]
 
 
+def first_indices(prompts: Sequence[Prompt], size: int, seen: collections.Counter[str]) -> list[int]:
+    """Sample index of each prompt's first episode: 0, and behind the earlier ones where its id was met before.
+
+    Args:
+        size: episodes of each prompt.
+        seen: episodes that each id has had; counted on.
+    """
+    starts = []
+    for prompt in prompts:
+        starts.append(seen[prompt.id])
+        seen[prompt.id] += size
+    return starts
+
+
 async def _sample_groups(
     sampler: Sampler, prompts: Sequence[Prompt], step: int, seen: collections.Counter[str], progress: _Progress
 ) -> list[tuple[Group, list[agent.Fault]]]:
     """Groups of one round, in the order of the prompts. A prompt met again gets sample indices of its own."""
     size = sampler.rollout.oversample
     progress.start(size * len(prompts))
-    starts = []
-    for prompt in prompts:
-        starts.append(seen[prompt.id])
-        seen[prompt.id] += size
     return await deadline.together(
         [
             sample_group(sampler, prompt, step=step, first_index=start, on_done=progress.finish_one)
-            for prompt, start in zip(prompts, starts, strict=True)
+            for prompt, start in zip(prompts, first_indices(prompts, size, seen), strict=True)
         ]
     )
 

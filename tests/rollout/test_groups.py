@@ -8,8 +8,9 @@ import re
 import numpy as np
 import pytest
 
-from rstar2_jax import settings
+from rstar2_jax import ask, settings
 from rstar2_jax.data import files
+from rstar2_jax.report import console
 from rstar2_jax.rollout import engine, groups, pool
 from rstar2_jax.tools import protocol
 from rstar2_jax.types import CallStatus, FinishReason, Prompt, StopReason, ToolResult, Verdict
@@ -122,6 +123,26 @@ def draw_rates(*rates):
 
 def collect(sampler, draw, **more):
     return asyncio.run(groups.collect(sampler, draw, **{"step": 7, **more}))
+
+
+def test_a_problem_that_cannot_be_asked_leaves_no_other_running(chat):
+    sampler = make_sampler(chat, drop=("p000", "p001"))
+    problems = [*draw_rates(50, 50)(0, 2), Prompt(id="long", question="1+" * 200, answer="1", source="s")]
+
+    async def act():
+        with pytest.raises(ValueError, match="prompt 'long' has"):
+            await ask.ask(sampler, problems, 0, "problems", console.Console(0, "test"))
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(act()) == 1
+
+
+def test_problems_that_share_an_id_are_all_asked(chat):
+    problems = [dataclasses.replace(problem, id="0") for problem in draw_rates(100, 0)(0, 2)]
+    sampler, screen = make_sampler(chat), console.Console(0, "test")
+    first, second = asyncio.run(ask.ask(sampler, problems, 0, "problems", screen))
+    indices = [trajectory.sample_index for group in (first, second) for trajectory in group.trajectories]
+    assert indices == list(range(16)) and first.rewards.all() and not second.rewards.any()
 
 
 def picture(collection):
