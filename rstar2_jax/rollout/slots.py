@@ -266,6 +266,8 @@ class SlotTable:
     ) -> tuple[int, list[tuple[Job, FinishReason]]]:
         """(ids that were given, rows that ended) in the call that was planned last; the ended ones leave their lanes.
 
+        A row that got a number that is not finite has ended too (ABORT): whatever else it sampled would have none.
+
         Args:
             ids, logprobs: [lanes, MAX_STEPS] as the device gave them back.
             done: steps that it did.
@@ -277,6 +279,7 @@ class SlotTable:
                 self.cache.write(job.held, job.ids_from(job.held.filled)[:count].tolist())
                 given += count
         ended, counts = [], np.sum(ids >= 0, axis=1).tolist()
+        broken = set(np.nonzero(~np.isfinite(logprobs))[0].tolist())
         for lane, (job, start, count) in enumerate(zip(self._layout, self._starts, counts, strict=False)):
             if count:
                 last = job.last_id
@@ -287,7 +290,9 @@ class SlotTable:
                 if job.request.on_ids is not None:
                     job.request.on_ids(len(job.ids) - count, job.ids[-count:])
             job.computed = max(job.computed, job.held.filled)
-            if count and job.ids[-1] in job.request.sampling.stop_ids:
+            if lane in broken:
+                ended.append((job, FinishReason.ABORT))
+            elif count and job.ids[-1] in job.request.sampling.stop_ids:
                 ended.append((job, FinishReason.STOP))
             elif count and job.remaining <= 0:
                 ended.append((job, FinishReason.LENGTH))
