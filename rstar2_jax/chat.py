@@ -1,6 +1,7 @@
 """A trained model in the terminal: a question a line, its turns and tool calls shown as they went.
 
-An empty line forgets the conversation so far; end of input (Ctrl-D) leaves.
+An empty line forgets the conversation so far; end of input (Ctrl-D) leaves. A question whose episode a fault of ours
+ended is forgotten by itself.
 
 Deliberately not here: the protocol (data/chat.py) and the endpoint for programs (endpoint.py).
 """
@@ -16,11 +17,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from rstar2_jax import ask, settings
+from rstar2_jax.completions import reply
 from rstar2_jax.data import chat as chats
 from rstar2_jax.data import conversation
 from rstar2_jax.report import console
 from rstar2_jax.rollout import agent
-from rstar2_jax.types import Prompt, Trajectory
+from rstar2_jax.types import Prompt, StopReason, Trajectory
 
 _MOST_REPLY_TOKENS = 512
 
@@ -72,8 +74,11 @@ async def _chat(
                     continue
                 asked += 1
                 _show(terminal, found, room.tier.chat)
-                final = room.tier.chat.tokenizer.decode(found.turns[-1].sampled_ids.tolist()) if found.turns else ""
-                messages.append({"role": "assistant", "content": final})
+                if found.stop_reason is StopReason.LOST:  # its last turn is no answer to go on from
+                    messages.pop()
+                    continue
+                said = room.tier.chat.forced + reply.sampled_text(room.tier.chat, found.turns[-1].sampled_ids.tolist())
+                messages.append({"role": "assistant", "content": said})
 
 
 async def _answer(room: ask.Room, messages: Sequence[Mapping[str, str]], seed: int) -> Trajectory:
@@ -98,8 +103,8 @@ def _show(terminal: Console, found: Trajectory, chat: chats.Chat) -> None:
     for number, turn in enumerate(found.turns, start=1):
         terminal.print(f"[dim]turn {number}:[/dim] {escape(chat.tokenizer.decode(turn.sampled_ids.tolist()))}")
         for call, result in zip(turn.calls, turn.results, strict=True):
-            reply = chats.tool_reply_text(result, call, chat.tokenizer, _MOST_REPLY_TOKENS)
+            answer = chats.tool_reply_text(result, call, chat.tokenizer, _MOST_REPLY_TOKENS)
             name = call.name or "a call that cannot be read"
             terminal.print(f"[cyan]{escape(name)}: {result.status.value}, {result.run_s:.2f} s[/cyan]")
-            terminal.print(f"[yellow]{escape(reply)}[/yellow]")
+            terminal.print(f"[yellow]{escape(answer)}[/yellow]")
     terminal.print(f"[dim]{found.stop_reason.value}, {found.num_sampled_tokens} tokens[/dim]")
