@@ -201,10 +201,12 @@ async def open_replicas(
     replicas = [Replica(plan, f"engine-{number}", report) for number in range(count)]
     try:
         started = await asyncio.gather(*(replica.start() for replica in replicas), return_exceptions=True)
+        engines = [outcome for outcome in started if isinstance(outcome, sglang.SglangEngine)]
         for outcome in started:
             if isinstance(outcome, BaseException):
+                await asyncio.gather(*(engine.close() for engine in engines))
                 raise outcome
-        yield [outcome for outcome in started if isinstance(outcome, sglang.SglangEngine)], replicas
+        yield engines, replicas
     finally:
         await asyncio.gather(*(replica.stop() for replica in replicas))
 

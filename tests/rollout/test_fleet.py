@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rstar2_jax.rollout import fleet
+from rstar2_jax.rollout import fleet, sglang
 from rstar2_jax.rollout.engine import EngineError
 from tests.rollout.engines import MODEL
 
@@ -65,3 +65,24 @@ def test_a_process_that_cannot_be_started_for_want_of_files_is_started_when_ther
 
     said = asyncio.run(act())
     assert [line for line in said if "cannot be started" in line] and "started again" in said[-1]
+
+
+def test_when_one_process_does_not_come_up_the_clients_of_the_others_are_closed(tmp_path, monkeypatch):
+    opened = []
+
+    async def start(replica):
+        if opened:
+            raise EngineError("the second one does not come up")
+        opened.append(sglang.SglangEngine("http://127.0.0.1:9", MODEL))
+        return opened[0]
+
+    monkeypatch.setattr(fleet.Replica, "start", start)
+
+    async def act():
+        plan = fleet.Plan(folder=tmp_path, model=MODEL, slots=1, context_tokens=64, prefill_chunk_tokens=8)
+        with pytest.raises(EngineError, match="the second one"):
+            async with fleet.open_replicas(plan, 2, print):
+                pass
+        return opened[0]._session.closed
+
+    assert asyncio.run(act())
