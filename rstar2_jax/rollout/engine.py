@@ -20,6 +20,7 @@ import numpy as np
 from rstar2_jax import settings
 from rstar2_jax.types import FinishReason
 
+DIVERGED = "give no finite number"  # said of such a sequence in any error, so that it is known over HTTP as well
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
@@ -29,6 +30,11 @@ class EngineError(RuntimeError):
 
 class RoomError(EngineError):
     """No engine gave a place within the limit: no turn was slow, the engines were full or the only fit was away."""
+
+
+class DivergedError(EngineError):
+    """The weights in use give no finite number for one sequence. Another engine with these weights would say the same;
+    only where it befalls many prompts may the engine be at fault."""
 
 
 class LimitError(EngineError):

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +31,9 @@ import numpy as np
 from rstar2_jax.model import decoder
 from rstar2_jax.rollout import device, kv_cache, replies, slots
 from rstar2_jax.rollout.engine import (
+    DIVERGED,
     Caps,
+    DivergedError,
     EngineError,
     Generation,
     Load,
@@ -165,7 +166,7 @@ class JaxEngine:
 
         Raises:
             ValueError: the request can never be served by this engine.
-            EngineError: the engine is closed, dead, without weights, or its weights give no finite number.
+            EngineError: the engine is closed, dead or without weights; DivergedError: these give no finite number.
         """
         prompt_ids = self._checked(request)
         if self._version < 0:
@@ -339,8 +340,7 @@ class JaxEngine:
             if np.all(np.isfinite(job.logprobs)):
                 job.reply.resolve(job.generation(finish_reason))
             else:
-                rid = job.request.rid
-                job.reply.fail(EngineError(f"{self._name}: weights {self._version} give no finite number ({rid})"))
+                job.reply.fail(DivergedError(f"{self._name}: weights {self._version} {DIVERGED} ({job.request.rid})"))
 
     def _copy(self, copies: Sequence[kv_cache.Copy]) -> None:
         # In the order in which they were asked for: no copy reads a page that an earlier one was to write.
@@ -389,7 +389,7 @@ class JaxEngine:
             self._failure = error
             replies = [reply for _, reply in self._commands] + [job.reply for job in self._arrived]
             self._commands, self._arrived = [], []
-        for reply in [*replies, *map(operator.attrgetter("reply"), self._table.jobs())]:
+        for reply in [*replies, *(job.reply for job in self._table.jobs())]:
             failure = EngineError(f"{self._name} died: {error!r}")
             failure.__cause__ = error
             reply.fail(failure)

@@ -24,7 +24,7 @@ from rstar2_jax import settings
 from rstar2_jax.rollout import balance, watch
 from rstar2_jax.rollout import engine as contract
 from rstar2_jax.rollout import seat as seats
-from rstar2_jax.rollout.engine import EngineError, Generation, LimitError, Request, RolloutEngine
+from rstar2_jax.rollout.engine import DivergedError, EngineError, Generation, LimitError, Request, RolloutEngine
 
 _MOST_STRIKES = 3  # failed turns or unanswered probes in a row
 _FEWEST_PROBE_S = 1.0
@@ -63,7 +63,7 @@ class Pool:
         self._weights: tuple[str, int] | None = None
         self._updating, self._paused = 0, False  # engines owe no progress meanwhile
         self._warm_ups: tuple[Request, ...] = ()
-        self._strikes = [0] * len(engines)
+        self._strikes: list[set[str | int]] = [set() for _ in engines]  # since the last good turn
         self._turns = [0] * len(engines)
         self._away_s, self._away_until_s = [0.0] * len(engines), [0.0] * len(engines)
         self._down = [asyncio.Event() for _ in engines]
@@ -230,7 +230,7 @@ class Pool:
         if index is None:
             return
         self._turns[index] += 1
-        self._strikes[index] = 0
+        self._strikes[index].clear()
         self._away_s[index] = 0.0
         self._balancer.grow(seat.rollout, used_tokens)
         if not self._policy.keep_place:
@@ -238,16 +238,18 @@ class Pool:
             seat.lose_place(queued=False)
             self._place()
 
-    async def turn_failed(self, index: int, error: EngineError) -> bool:
+    async def turn_failed(self, seat: seats.Seat, index: int, error: EngineError) -> bool:
         """A turn has failed at an engine, which is taken down unless it answers and has failed few times in a row.
 
         Returns whether it is down: then it was the engine's fault and not the turn's.
         """
         if index not in self._balancer.up:
             return True  # says nothing of the engine that is going to come back
-        self._strikes[index] += 1
+        strikes = self._strikes[index]
+        # A prompt that diverges does so in all of its samples, on any engine: they are one strike together.
+        strikes.add(seat.rollout.family if isinstance(error, DivergedError) else len(strikes))
         alive = await watch.answers(self._engines[index], self._limit_s())
-        if not alive or self._strikes[index] >= _MOST_STRIKES:
+        if not alive or len(strikes) >= _MOST_STRIKES:
             self._take_down(index, str(error))
         return index not in self._balancer.up
 
@@ -262,7 +264,7 @@ class Pool:
         self._away_until_s[index] = self._last_up_s + self._away_s[index]
         self._away_s[index] = min(_MOST_AWAY_S, max(self._policy.probe_s, 2 * self._away_s[index]))
         moved = self._balancer.take_down(index)
-        self._strikes[index] = 0
+        self._strikes[index].clear()
         self.counts.taken_down += 1
         self.counts.moved += len(moved)
         self._report(f"! engine {self._engines[index].caps.name} is taken down ({reason}); {len(moved)} rollouts move")

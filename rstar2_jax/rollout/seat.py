@@ -50,7 +50,7 @@ class Pool(Protocol):
 
     def turn_done(self, seat: Seat, used_tokens: int) -> None: ...
 
-    async def turn_failed(self, index: int, error: EngineError) -> bool: ...
+    async def turn_failed(self, seat: Seat, index: int, error: EngineError) -> bool: ...
 
 
 class Seat:
@@ -137,7 +137,7 @@ class Seat:
                 raise  # no engine's fault, and no other would be reached either
             except EngineError as error:
                 self._last = error
-                self._failed += not await self._pool.turn_failed(index, error)
+                self._failed += not await self._pool.turn_failed(self, index, error)
                 continue
             if generation is not None:
                 before = len(request.prompt_ids) - self.rollout.prompt_tokens

@@ -28,7 +28,9 @@ import numpy as np
 from rstar2_jax.rollout import sglang_call
 from rstar2_jax.rollout import sglang_wire as wire
 from rstar2_jax.rollout.engine import (
+    DIVERGED,
     Caps,
+    DivergedError,
     EngineError,
     Generation,
     LimitError,
@@ -155,7 +157,12 @@ class SglangEngine:
         rid = f"{uuid.uuid4().hex}/{request.rid}"
         body = wire.generate_body(request, rid, self._extra_key())
         async with self._registered(request.rid, rid):
-            reply = await self._post("/generate", body, self._deadlines.turn_s, f"request {request.rid}")
+            try:
+                reply = await self._post("/generate", body, self._deadlines.turn_s, f"request {request.rid}")
+            except wire.RefusedError as error:
+                if DIVERGED in str(error):
+                    raise DivergedError(str(error)) from error
+                raise
         generation = self._read(wire.generation, reply, request, rid, self.caps.vocab_size)
         if np.any(generation.weights_versions < 0):
             self._version = -1
@@ -269,7 +276,7 @@ class SglangEngine:
         try:
             return parse(*args)
         except EngineError as error:
-            raise EngineError(f"{self._name}: {error}") from error
+            raise type(error)(f"{self._name}: {error}") from error
 
     def _check_weights(self, what: str) -> None:
         if self._unknown:

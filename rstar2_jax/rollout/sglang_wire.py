@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rstar2_jax.rollout.engine import EngineError, Generation, Load, Request
+from rstar2_jax.rollout.engine import DIVERGED, DivergedError, EngineError, Generation, Load, Request
 from rstar2_jax.types import FinishReason
 from rstar2_jax.weights import sglang_loader
 
@@ -133,7 +133,7 @@ def _logprobs(entries: list[Any], ids: np.ndarray) -> np.ndarray:
         raise ValueError(f"{len(entries)} log-probabilities for {len(ids)} ids, or for other ids")
     values = np.asarray([entry[0] for entry in entries], np.float32)
     if not np.all(np.isfinite(values)):
-        raise ValueError(f"log-probability {values[~np.isfinite(values)][0]} is no finite number")
+        raise DivergedError(f"the weights in use {DIVERGED}: log-probability {values[~np.isfinite(values)][0]}")
     return values
 
 

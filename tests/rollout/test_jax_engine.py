@@ -13,7 +13,7 @@ import pytest
 
 from rstar2_jax.model import decoder
 from rstar2_jax.rollout import device
-from rstar2_jax.rollout.engine import EngineError, Request, RolloutEngine, Sampling
+from rstar2_jax.rollout.engine import DivergedError, EngineError, Request, RolloutEngine, Sampling
 from rstar2_jax.rollout.jax_engine import JaxEngine
 from rstar2_jax.settings import Model
 from rstar2_jax.types import FinishReason
@@ -488,7 +488,7 @@ def test_a_request_without_finite_numbers_gives_its_lane_back_at_once(tmp_path, 
     publish.publish(jax.tree.map(lambda leaf: leaf * np.nan, params[0]), MODEL, tmp_path, 0)
 
     async def use(engine):
-        with pytest.raises(EngineError, match="weights 0 give no finite number"):
+        with pytest.raises(DivergedError, match="weights 0 give no finite number"):
             await engine.generate(request(1, prompt=[1], new=200))
         return engine.stats.decode_steps
 

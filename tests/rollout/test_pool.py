@@ -547,6 +547,36 @@ def test_an_update_ends_on_every_engine_before_an_odd_error_of_one_is_told():
     assert drive(replicas, STILL, act)[0] == 3
 
 
+class Diverging(Replica):
+    """Gives no finite number for rollouts of some numbers."""
+
+    def __init__(self, name, numbers, **more):
+        super().__init__(name, **more)
+        self.numbers = numbers
+
+    async def generate(self, request):
+        if int(request.rid.split("/")[0]) in self.numbers:
+            raise engine.DivergedError(f"weights 0 {engine.DIVERGED}")
+        return await super().generate(request)
+
+
+def test_a_prompt_whose_samples_diverge_costs_no_engine_its_place_and_no_other_rollout_anything():
+    replicas = [Diverging(name, range(4), turn_s=0.05) for name in "ab"]
+
+    async def act(engines):
+        return await asyncio.gather(*(rollout(engines, number) for number in range(28)), return_exceptions=True)
+
+    results, engines, lines = drive(replicas, FAST, act)
+    assert results[4:] == all_expected(28)[4:] and engines.counts.taken_down == 0 and lines == []
+    assert all(engine.DIVERGED in str(error) for error in results[:4])
+
+
+def test_an_engine_on_which_every_prompt_diverges_is_taken_down_and_no_rollout_is_lost():
+    replicas = [Diverging("a", range(99), kv_tokens=640), Replica("b", kv_tokens=640)]
+    results, engines, lines = drive(replicas, STILL, many)
+    assert results == all_expected() and engines.up == ["b"] and engine.DIVERGED in lines[0]
+
+
 def test_when_no_engine_is_left_every_rollout_ends_with_an_error_that_says_so():
     replicas = [Replica("a"), Replica("b")]
 

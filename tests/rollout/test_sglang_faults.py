@@ -16,7 +16,7 @@ import pytest
 from rstar2_jax.model import decoder
 from rstar2_jax.rollout import sglang, watch
 from rstar2_jax.rollout import sglang_wire as wire
-from rstar2_jax.rollout.engine import EngineError, LimitError
+from rstar2_jax.rollout.engine import DIVERGED, DivergedError, EngineError, LimitError
 from rstar2_jax.settings import Model
 from rstar2_jax.types import FinishReason
 from rstar2_jax.weights import publish
@@ -126,7 +126,7 @@ BROKEN_TURNS = {
         lambda r: (
             r | {"meta_info": r["meta_info"] | {"output_token_logprobs": [[None, i, None] for i in (1, 2, 3, 4)]}}
         ),
-        "no finite number",
+        "give no finite number: log-probability nan",
     ),
     "spans with a hole": (
         lambda r: r | {"meta_info": r["meta_info"] | {"weight_versions": [{"version": "0", "start": 1, "end": 4}]}},
@@ -426,6 +426,18 @@ def test_numbers_of_numpy_are_sent_as_numbers(store):
     body = with_server(use, ready=store)
     assert body["input_ids"] == [1, 2, 3] and body["sampling_params"]["stop_token_ids"] == [39]
     assert [body["sampling_params"][name] for name in ("top_k", "temperature", "sampling_seed")] == [5, 0.5, 7]
+
+
+@pytest.mark.parametrize("fault", ["refused", "no number"])
+def test_a_sequence_that_diverges_on_the_server_is_known_as_such(store, fault):
+    diverges = {"success": False, "message": f"embedded: weights 0 {DIVERGED} (r0)"}
+
+    async def use(server, engine):
+        server.faults[GENERATE] = BROKEN_TURNS[fault][0] if fault in BROKEN_TURNS else lambda reply: diverges
+        with pytest.raises(DivergedError, match=f"far.*{DIVERGED}"):
+            await engine.generate(turn())
+
+    with_server(use, ready=store)
 
 
 def test_a_load_without_end_is_an_engine_error(store):
