@@ -9,7 +9,9 @@ Deliberately not here: the protocol (data/chat.py) and the endpoint for programs
 from __future__ import annotations
 
 import asyncio
+import io
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from rstar2_jax.completions import reply
 from rstar2_jax.data import chat as chats
 from rstar2_jax.data import conversation
 from rstar2_jax.report import console
-from rstar2_jax.rollout import agent
+from rstar2_jax.rollout import agent, replies
 from rstar2_jax.types import Prompt, StopReason, Trajectory
 
 _MOST_REPLY_TOKENS = 512
@@ -59,7 +61,7 @@ async def _chat(
             messages: list[dict[str, str]] = []
             while True:
                 terminal.print("[bold]> [/bold]", end="")
-                line = await asyncio.to_thread(sys.stdin.readline)
+                line = await _read_line()
                 if not line:
                     return 0
                 if not line.strip():
@@ -79,6 +81,22 @@ async def _chat(
                     continue
                 said = room.tier.chat.forced + reply.sampled_text(room.tier.chat, found.turns[-1].sampled_ids.tolist())
                 messages.append({"role": "assistant", "content": said})
+
+
+async def _read_line() -> str:
+    """The next line of standard input, "" at its end.
+
+    Its thread is one that nobody waits for, and it holds no lock: whoever interrupts the terminal would else be asked
+    for one more line before the process ends.
+    """
+    line = replies.Reply()
+
+    def read() -> None:
+        with io.FileIO(sys.stdin.fileno(), closefd=False) as raw:
+            line.resolve(raw.readline().decode(errors="replace"))
+
+    threading.Thread(target=read, daemon=True).start()
+    return await line.future
 
 
 async def _answer(room: ask.Room, messages: Sequence[Mapping[str, str]], seed: int) -> Trajectory:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import io
+import os
+import pathlib
+import signal
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -61,10 +64,12 @@ def talk(tmp_path, monkeypatch, typed, lines):
         yield types.SimpleNamespace(tier=types.SimpleNamespace(chat=protocol_of_chat), sampler=sampler)
 
     monkeypatch.setattr(ask, "open_room", open_room)
-    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    (tmp_path / "typed").write_text(typed)
     run = settings.Run(workdir=str(tmp_path), steps=0, init_from="model")
     given = {"run": run, "model": MODEL, "task": TASK, "rollout": ROLLOUT, "sandbox": settings.Sandbox()}
-    assert asyncio.run(asyncio.to_thread(lambda: chat.chat(**given))) == 0
+    with (tmp_path / "typed").open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        assert chat.chat(**given) == 0
     return script.prompts
 
 
@@ -78,3 +83,29 @@ def test_an_answer_goes_into_the_next_prompt_as_it_was_sampled_and_ends_once(tmp
 def test_a_question_that_a_fault_left_without_an_answer_is_no_part_of_the_next_prompt(tmp_path, monkeypatch):
     prompts = talk(tmp_path, monkeypatch, "1+1\n3+3\n2+2\n", ["so</reason>two", None, "well</reason>four"])
     assert "1+1" in prompts[2] and "3+3" not in prompts[2] and prompts[2].count("<reason>") == 2
+
+
+def test_an_interrupted_terminal_ends_without_one_more_line():
+    code = (
+        "import asyncio\n"
+        "from rstar2_jax import chat\n"
+        "async def main():\n"
+        "    assert await chat._read_line() == '1+1\\n'\n"
+        "    print('asked', flush=True)\n"
+        "    await chat._read_line()\n"
+        "asyncio.run(main())\n"
+    )
+    root = pathlib.Path(__file__).resolve().parents[2]
+    path = os.pathsep.join([str(root), str(root / "sandbox")])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, **pipes) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdin.write("1+1\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "asked\n"
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+            assert "KeyboardInterrupt" in process.stderr.read()
+        finally:
+            process.kill()
