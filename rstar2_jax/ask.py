@@ -55,7 +55,9 @@ async def open_room(
     async with tier.open_tier(workdir, model, task, rollout, sandbox, report=screen.note) as rooms:
         weights = str(workdir / "weights")
         publish.prepare(weights, -1)
-        publish.publish(begin.load_params(run.init_from, model, run.seed), model, weights, 0, keep=1)
+        params = begin.load_params(run.init_from, model, run.seed)
+        publish.publish(params, model, weights, 0, dtype=rollout.fleet.published_dtype(model.compute_dtype), keep=1)
+        del params
         await rooms.engine.update_weights(weights, 0)
         sampler = rooms.sampler(rollout, settings.Roc(reject_equal=False), run.seed)
         await rooms.warm_up("1", rollout)

@@ -64,6 +64,11 @@ class Fleet:
         """Every address that `engines` stands for."""
         return tuple(address for pattern in self.engines for address in _expanded(pattern))
 
+    def published_dtype(self, compute_dtype: str) -> str:
+        """dtype of the weights that these engines fetch: a server copies them as they are and takes those alone that it
+        computes with; engines of our own keep norms and embeddings in float32."""
+        return compute_dtype if self.engines else "float32"
+
 
 def _odd(address: str) -> str:
     """What is wrong with an address and how to write it, or nothing."""

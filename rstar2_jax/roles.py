@@ -71,7 +71,8 @@ def _rollout(rollout: settings.Rollout, model: settings.Model, task: settings.Ta
     command = [
         "python -m sglang.launch_server",
         f"--model-path {task.tokenizer}",
-        "--load-format dummy",  # the first weights come from the trainer
+        "--load-format dummy",  # the first weights come from the trainer, as it computes with them
+        f"--dtype {fleet.published_dtype(model.compute_dtype)}",
         f"--tp-size {fleet.tensor_parallel}",
         f"--context-length {min(model.max_positions, rollout.max_prompt_tokens + rollout.max_response_tokens + 1)}",
         f"--mem-fraction-static {SGLANG_MEMORY_SHARE}",

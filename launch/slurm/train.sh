@@ -19,6 +19,7 @@ set -euo pipefail
 STAGE=${1:?name a stage, such as stage1.gin}
 shift
 VENV=${VENV:?set VENV to a virtual environment that holds rstar2-jax and rstar2-sandbox}
+DTYPE=${DTYPE:-bfloat16}  # of the servers, as Model.compute_dtype: they take weights of their own dtype only
 SGLANG_PYTHON=${SGLANG_PYTHON:?set SGLANG_PYTHON to the Python that has sglang}
 MODEL_FOLDER=${MODEL_FOLDER:?set MODEL_FOLDER to a folder with config.json and tokenizer.json}
 SCALE=${SCALE:-mi300x_64}
@@ -56,7 +57,7 @@ srun --overlap --export=ALL --output="$RUN_DIR/rollout-%N.log" bash -c "
         gpus=\$(seq -s, \$((i * $TENSOR_PARALLEL)) \$(((i + 1) * $TENSOR_PARALLEL - 1)))
         (while true; do
             HIP_VISIBLE_DEVICES=\$gpus $SGLANG_PYTHON -m sglang.launch_server --model-path $MODEL_FOLDER \
-                --load-format dummy --tp-size $TENSOR_PARALLEL --context-length $CONTEXT_TOKENS \
+                --load-format dummy --dtype $DTYPE --tp-size $TENSOR_PARALLEL --context-length $CONTEXT_TOKENS \
                 --mem-fraction-static $SHARE --host 0.0.0.0 --port \$(($FIRST_PORT + i)) || true
             sleep 5
         done) &

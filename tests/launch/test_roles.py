@@ -17,7 +17,13 @@ def test_the_cluster_has_every_role_with_its_count_and_place(monkeypatch, capsys
     assert "sandbox master x 1, on head\n    python -m rstar2_sandbox master --port 6380" in text
     assert "RSTAR2_SANDBOX_REDIS_URL=redis://head:6380 python -m rstar2_sandbox worker --slots CORES" in text
     assert "rollout x 64, on 8 hosts, 1 GPUs each" in text
-    assert "--model-path models/Qwen3-14B-Base --load-format dummy --tp-size 1 --context-length 10241" in text
+    assert (
+        "--model-path models/Qwen3-14B-Base --load-format dummy --dtype bfloat16 --tp-size 1 --context-length 10241"
+        in text
+    )
+    # A server refuses weights of another dtype than it computes with; what a run publishes for servers is this.
+    assert settings.Fleet(engines=("http://a:1",)).published_dtype("bfloat16") == "bfloat16"
+    assert settings.Fleet(replicas=2).published_dtype("bfloat16") == "float32"
     assert "--port 30000..30007" in text
     assert "trainer x 8, one on each node of its mesh" in text
     assert "JAX_COORDINATOR_ADDRESS=NODE_0:8476 JAX_NUM_PROCESSES=8 JAX_PROCESS_ID=0..7" in text
