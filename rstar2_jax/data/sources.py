@@ -47,6 +47,7 @@ class Report:
         not_integer: rows whose answer is not an integer.
         exact_duplicates, normalised_duplicates: rows equal to an earlier one, letter by letter or up to spacing.
         overlap: training rows that are evaluation problems too.
+        other_side: problems that a set without sides of its own keeps for the other one: an eighth for evaluation.
         bad: rows that their schema does not fit, and contradictions, by reason.
         licences: problems kept, by licence; empty where none is known.
     """
@@ -57,6 +58,7 @@ class Report:
     exact_duplicates: int
     normalised_duplicates: int
     overlap: int
+    other_side: int = 0
     bad: tables.Rejects = dataclasses.field(default_factory=tables.Rejects)
     licences: tuple[tuple[str, int], ...] = ()
 
@@ -66,6 +68,8 @@ class Report:
             f"{self.exact_duplicates} exact and {self.normalised_duplicates} normalised duplicates, "
             f"{self.overlap} also in the evaluation set"
         )
+        if self.other_side:
+            told += f", {self.other_side} of the other side (of a single file one in {EVAL_SHARE} is for evaluation)"
         if self.bad.total:
             told += f", {self.bad.total} bad rows: {self.bad}"
         if self.licences:
@@ -116,9 +120,9 @@ def solved_rows(task: settings.Task, side: Side) -> tuple[list[worked.Solved], R
         left = [row for row in solved if is_held_out(row.prompt.question) == (side == "eval")]
     if not left:
         raise ValueError(f"source {task.source!r}, path {task.path!r}: no {side} problem remains; {report}")
-    overlap = len(solved) - len(left) if has_split else 0
+    gone = {"overlap" if has_split else "other_side": len(solved) - len(left)}
     licences = collections.Counter(row.licence for row in left if row.licence)
-    return left, dataclasses.replace(report, kept=len(left), overlap=overlap, licences=tuple(sorted(licences.items())))
+    return left, dataclasses.replace(report, kept=len(left), licences=tuple(sorted(licences.items())), **gone)
 
 
 def _read(task: settings.Task, side: Side) -> tuple[Iterable[tables.Row], bool]:
