@@ -50,8 +50,8 @@ point() {  # point FOLDER SEED FLAG... : one run, its output beside it
         >>"$out/$folder/sweep.log" 2>&1 || code=$?
     case $code in
         0) echo "sweep: $folder done" ;;
-        75) echo "sweep: $folder was stopped and has a checkpoint" >&2 ;;  # train.INTERRUPTED
-        76) echo "sweep: $folder collapsed and ended there" ;;             # train.COLLAPSED
+        75) echo "sweep: $folder was stopped and has a checkpoint" >&2 ;;  # stops.INTERRUPTED
+        76) echo "sweep: $folder collapsed and ended there" ;;             # stops.COLLAPSED
         *) echo "sweep: $folder FAILED, see $out/$folder/sweep.log" >&2 ;;
     esac
     case $code in 0 | 76) ;; *) touch "$out/.failed" ;; esac

@@ -5,9 +5,10 @@ Deliberately not here: what a run does once it has begun.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
+import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def load_params(init_from: str, model: settings.Model, seed: int, where: Any = N
 
     Args:
         where: tree of shardings like the parameters, so that stored ones are read by each device as it needs them;
-            None for the first device.
+            None for the host's memory, which holds models that no single device does.
 
     Raises:
         fetch.FetchError: a version of a weight store is torn or of another model.
@@ -53,19 +54,27 @@ def load_params(init_from: str, model: settings.Model, seed: int, where: Any = N
         return decoder.init_params(model, jax.random.key(seed))
     folder = Path(init_from)
     if (folder / "config.json").is_file():
-        params, found = hf.load_folder(str(folder), where)
+        found = hf.settings_from_config(hf.read_config(folder))
         if dataclasses.replace(found, compute_dtype=model.compute_dtype, max_positions=model.max_positions) != model:
             raise ValueError(f"{folder} has sizes {found}, but the run's model is {model}: use those of the folder")
-        return params
+        return hf.load_folder(str(folder), where or _host(model))[0]
     abstract = decoder.abstract_params(model)
-    if where is None:
-        where = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), abstract)
+    where = where or _host(model)
     if (version := fetch.latest_version(folder)) is not None:
         return jax.tree.map(jax.device_put, fetch.fetch(folder, version, model), where)
     wanted = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), abstract, where)
     params, record = checkpoint.restore_params(folder, wanted)
     _check_model(folder, record, model)
     return params
+
+
+def _host(model: settings.Model) -> Any:
+    """Where parameters lie in the host's memory: JAX's CPU backend, or the first device where there is no such."""
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        device = jax.local_devices()[0]
+    return jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(device), decoder.abstract_params(model))
 
 
 def _check_model(folder: Path, record: dict[str, Any], model: settings.Model) -> None:
@@ -86,24 +95,41 @@ def identity(kind: str, run: settings.Run, model: settings.Model) -> dict[str, A
     return {"kind": kind, "seed": run.seed, "model": _plain(model)}
 
 
+def check_start(run: settings.Run, optimizer: settings.Optimizer) -> None:
+    """Raise ValueError where the optimizer cannot start as `run.optimizer_start` says."""
+    if run.optimizer_start == "continue" and optimizer.schedule == "cosine":
+        raise ValueError(
+            "Run.optimizer_start = 'continue' keeps the place in the schedule of the run before, but a cosine ends "
+            "with its own run (Optimizer.schedule = 'cosine'): take 'restart', or the 'constant' schedule"
+        )
+
+
 def begin(
-    kind: str, run: settings.Run, model: settings.Model, learner: update.Learner, store: checkpoint.Checkpoints
+    kind: str,
+    run: settings.Run,
+    model: settings.Model,
+    learner: update.Learner,
+    store: checkpoint.Checkpoints,
+    same: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Beginning:
     """The state to go on from: the newest good checkpoint of the run, else its first state at step 0.
 
     The first state follows `run.optimizer_start`: `reset` starts moments at zero (the paper's stage 3), `restart` takes
     over those of `run.init_from` and warms up again, `continue` takes over its place in the schedule as well.
 
+    Args:
+        same: what the record must hold besides `identity` for the run to be the same.
+
     Raises:
         ValueError: moments are wanted without a run to take moments from, or the workdir holds another run: of another
-            kind, seed or model.
+            kind, seed or model, or otherwise than `same`.
     """
     if store.steps():
-        _check_same_run(run, checkpoint.read_record(run.workdir), identity(kind, run, model))
+        _check_same_run(run, checkpoint.read_record(run.workdir), {**identity(kind, run, model), **same})
     found = store.restore(learner.abstract())
     if found is not None:
         step, state, record = found
-        store.drop_after(step)
+        store.set_aside_after(step)
         return Beginning(state=state, step=step, record=record)
     if run.optimizer_start != "reset":
         return Beginning(state=_with_moments(run, model, learner.abstract()), step=0, record={})
@@ -136,13 +162,8 @@ def _with_moments(run: settings.Run, model: settings.Model, like: TrainState) ->
             f"Run.optimizer_start = {run.optimizer_start!r} needs a finished run in Run.init_from, got "
             f"{run.init_from!r}: name its workdir or set optimizer_start = 'reset'"
         )
-    with contextlib.closing(checkpoint.Checkpoints(folder, keep=run.keep_checkpoints)) as store:
-        if store.steps():
-            _check_model(folder, checkpoint.read_record(run.init_from), model)
-        found = store.restore(like)
-    if found is None:
-        raise ValueError(f"{folder} holds no checkpoint to take moments from: finish that run first")
-    before: Any = found[1]
+    _check_model(folder, checkpoint.read_record(run.init_from), model)
+    before: Any = checkpoint.restore_state(run.init_from, like)[1]
     kept = before.opt_state
     if run.optimizer_start == "restart":
         kept = optimizers.restart_schedule(kept)

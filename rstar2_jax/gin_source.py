@@ -13,9 +13,11 @@ import dataclasses
 import difflib
 import importlib.util  # noqa: F401  (gin 0.5.0 uses importlib.util without importing it)
 import io
+import math
 import os
 import pathlib
 import re
+import sys
 import tokenize
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -284,6 +286,8 @@ def _target(selector: str, symbols: dict[str, str], origin: Origin) -> Target:
 
 
 def _with_targets(value: Any, symbols: dict[str, str], origin: Origin) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{origin}: a number is beyond {sys.float_info.max:.1e}, the largest that can be kept")
     if isinstance(value, Reference):
         return dataclasses.replace(value, target=_target(value.selector, symbols, origin))
     if isinstance(value, tuple | list):

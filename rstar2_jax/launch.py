@@ -12,24 +12,28 @@
 Exit codes: 0 done; 2 the configuration or the command line is wrong (one line says where and what to write); 1 the run
 raised; any other code is the RUN function's own.
 
-The order is: command line, files, names, types, settings (no JAX so far, so that mistakes show at once), then the RUN
-function's module, what is used, the record in the workdir, the run. gin and absl.flags are used here and in the gin_*
-modules alone. Deliberately not here: signals (training ends after its step, with a checkpoint; the other runs start
-again from what they saved) and allocator settings (they must be in the environment before Python starts: see launch/).
+The order is: command line, files, names, types, settings (no JAX so far, so that mistakes show at once), then the lock
+on the workdir, the other processes, the RUN function's module, what is used, the record in the workdir, the run. gin
+and absl.flags are used here and in the gin_* modules alone. Deliberately not here: signals (training and fine-tuning
+end after their step, with a checkpoint; the other runs start again from what they saved) and allocator settings (they
+must be in the environment before Python starts: see launch/).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from absl import flags
 
 from rstar2_jax import gin_source, gin_strict, roles, run_record
+from rstar2_jax.io import lock
 
 BAD_CONFIGURATION = 2
 SHADOWED = {"workdir": "settings.Run.workdir", "seed": "settings.Run.seed", "steps": "settings.Run.steps"}
@@ -50,28 +54,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_environment(parsed.dry_run)
         resolved = gin_strict.resolve(parsed.gin_file, shadow_bindings(parsed))
         function, arguments = gin_strict.build(resolved)
-        rank = 0 if parsed.dry_run else join_processes(os.environ, resolved.text)
-    except gin_source.ConfigError as error:
+        for warning in resolved.warnings:
+            _warn(warning)
+        if parsed.dry_run:
+            print(resolved.text)
+            print(f"would run {resolved.run.module}.{resolved.run.name}")
+            print("\n".join(run_record.plan_lines(arguments, os.environ)))
+            print("\n".join(roles.lines(arguments, argv[1:])))
+            return 0
+        with _workdir(arguments, os.environ):
+            rank = join_processes(os.environ, resolved.text)
+            if "run" not in arguments or rank:  # of several processes the first keeps the record
+                return _stop(function(**arguments))
+            record = run_record.RunRecord(arguments["run"].workdir, resolved, arguments, argv)
+            differences = record.start()
+            for line in differences:
+                _warn(f"this workdir was configured otherwise before: {line}")
+            return _recorded(record, function, arguments)
+    except (gin_source.ConfigError, lock.LockedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_CONFIGURATION
-    for warning in resolved.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    if parsed.dry_run:
-        print(resolved.text)
-        print(f"would run {resolved.run.module}.{resolved.run.name}")
-        print("\n".join(run_record.plan_lines(arguments, os.environ)))
-        print("\n".join(roles.lines(arguments, argv[1:])))
-        return 0
-    if "run" not in arguments or rank:  # of several processes the first keeps the record
-        return _stop(function(**arguments))
-    record = run_record.RunRecord(arguments["run"].workdir, resolved, arguments, argv)
-    try:
-        differences = record.start()
-    except gin_source.ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_CONFIGURATION
-    for line in differences:
-        print(f"warning: this workdir was configured otherwise before: {line}", file=sys.stderr)
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
+
+
+def _workdir(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> contextlib.AbstractContextManager[None]:
+    """The run's folder kept to it; of several processes the first keeps it, before the others meet it."""
+    follows = bool(environment.get("JAX_COORDINATOR_ADDRESS")) and environment.get("JAX_PROCESS_ID") != "0"
+    if "run" not in arguments or follows:
+        return contextlib.nullcontext()
+    return lock.hold(arguments["run"].workdir, _warn)
+
+
+def _recorded(record: run_record.RunRecord, function: Callable[..., object], arguments: Mapping[str, Any]) -> int:
+    """Run, and note how it ended."""
     outcome = "killed"
     try:
         code = _stop(function(**arguments))
@@ -169,11 +187,11 @@ def join_processes(environment: Mapping[str, str], text: str = "", wait_s: float
     import jax  # here, so that configuration errors and --help never wait for it
 
     jax.distributed.initialize(address, count, rank)
-    from rstar2_jax import crew
+    from rstar2_jax import processes
 
     try:
         code = [f"git {run_record.git_hash()}", *(f"{name} {found}" for name, found in run_record.versions().items())]
-        crew.check_alike("\n".join([text, *code]))
+        processes.check_alike("\n".join([text, *code]))
     except ValueError as error:
         raise gin_source.ConfigError(str(error)) from error
     return rank

@@ -1,7 +1,8 @@
 """Supervised fine-tuning on demonstrations that teach the formats: the start of all RL stages.
 
 Each step takes the next batch of demonstrations in the order of its epoch, packs them and makes one update. A run
-continues from its newest good checkpoint: the order is a function of the seed and the step.
+continues from its newest good checkpoint: the order is a function of the seed and the step. SIGTERM and SIGINT, of any
+of its processes, end it after the step, with a checkpoint.
 
 Deliberately not here: making demonstrations (data/sft_mix.py).
 """
@@ -12,10 +13,9 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from rstar2_jax import begin, settings
+from rstar2_jax import begin, processes, settings, stops
 from rstar2_jax.data import chat as chats
 from rstar2_jax.data import files, mixture, pack, sft_mix, talks
 from rstar2_jax.io import checkpoint, clock, metrics
@@ -35,13 +35,15 @@ def sft(
     demonstrations: settings.Demonstrations,
     learner: settings.Learner,
 ) -> int:
-    """Fine-tune until `run.steps` steps are done. Returns 0.
+    """Fine-tune until `run.steps` steps are done. Returns 0 when they are, INTERRUPTED after SIGTERM or SIGINT.
 
     Raises:
         ValueError: settings that do not fit each other, or data that cannot be used; before any step.
+        stops.DivergedError: loss or gradient were not finite in several steps in a row.
     """
     if run.steps == 0:
         raise ValueError("Run.steps = 0: fine-tuning needs at least one step (--steps=...)")
+    begin.check_start(run, learner.optimizer)
     workdir = Path(run.workdir)
     chat = files.load_chat(task, offer.schemas(task))
     files.check_vocabulary(chat.tokenizer, model)
@@ -53,13 +55,13 @@ def sft(
             print(f"{run.workdir}: all {run.steps} steps are done already")
             return 0
         made = _demonstrations(task, demonstrations, chat, run.seed)
-        demos = sft_mix.fitting(made, learner.row_tokens)
+        demos = sft_mix.fitting(made, learner.row_tokens, model.max_positions)
         if len(demos) < len(made):
-            print(f"{len(made) - len(demos)} of {len(made)} demonstrations are longer than a row and left out")
-        if jax.process_index() == 0:
+            longest = min(learner.row_tokens, model.max_positions)
+            print(f"{len(made) - len(demos)} of {len(made)} demonstrations are longer than {longest} tokens: left out")
+        if processes.leads():
             begin.save_tokenizer(chat.tokenizer, chat.template_text, workdir)
-        _loop(run, model, demonstrations, learner, (trainer, store, begun), demos)
-    return 0
+        return _loop(run, model, demonstrations, learner, (trainer, store, begun), demos)
 
 
 def _demonstrations(task: settings.Task, mix: settings.Demonstrations, chat: chats.Chat, seed: int) -> list[talks.Demo]:
@@ -78,12 +80,12 @@ def _loop(
     learner: settings.Learner,
     parts: tuple[update.Learner, checkpoint.Checkpoints, begin.Beginning],
     demos: Sequence[talks.Demo],
-) -> None:
+) -> int:
     trainer, store, begun = parts
     state, workdir = begun.state, Path(run.workdir)
-    lead = jax.process_index() == 0  # of several processes one writes
+    lead = processes.leads()  # of several processes one writes
     title = f"{workdir.name}: {run.steps} steps of {demonstrations.batch_size} from {len(demos)} demonstrations"
-    watch = clock.Clock(workdir)
+    watch, soundness = clock.Clock(workdir), stops.Soundness(run.steps)
     every = max(1, run.steps // _ROWS_SHOWN)
 
     def rows_of(step: int) -> TrainBatch:
@@ -92,6 +94,7 @@ def _loop(
             return pack.pack(rows, row_tokens=learner.row_tokens, rows_multiple=learner.microbatch_rows)
 
     with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stops.on_signals())
         outputs: list[Callable[[int, dict[str, float]], object]] = []
         if lead:
             writer = stack.enter_context(metrics.MetricsWriter(workdir, start_step=begun.step))
@@ -109,13 +112,17 @@ def _loop(
             line = _line(told, whole) | watch.lap()
             for output in outputs:
                 output(step, line)
-            done = step + 1
+            soundness.add(step, 1, told["skipped"])
+            done, stopping = step + 1, processes.any_of(stop.asked)
             store.check()
-            if done % run.save_every_steps == 0 or done == run.steps:
+            if done % run.save_every_steps == 0 or done == run.steps or stopping:
                 with watch.phase("save"):
                     store.save(done, state, {**begin.identity("sft", run, model), "step": done})
             if lead:
                 watch.save()
+            if stopping and done < run.steps:
+                return stops.INTERRUPTED
+    return 0
 
 
 def _line(told: dict[str, float], whole: TrainBatch) -> dict[str, float]:

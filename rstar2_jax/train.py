@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import functools
 import shutil
-import signal
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from rstar2_jax import begin, crew, settings
+from rstar2_jax import begin, crew, processes, settings, stops
 from rstar2_jax import exam as exams
 from rstar2_jax.algo import roc as roc_rule
-from rstar2_jax.data import prompts
+from rstar2_jax.data import pack, prompts
 from rstar2_jax.io import checkpoint, clock, metrics, timeline, trajectories
 from rstar2_jax.learner import batch, objective, update
 from rstar2_jax.model import decoder
@@ -38,10 +37,7 @@ from rstar2_jax.types import Group
 from rstar2_jax.weights import best, publish
 
 Metrics = dict[str, float | None]
-INTERRUPTED = 75  # EX_TEMPFAIL: start the same command again to go on
-COLLAPSED = 76  # stopped by the guards; the best weights so far are in RUN/best
 _MAX_ABANDONED = 3
-_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 class AbandonedError(RuntimeError):
@@ -75,6 +71,7 @@ class _Desk:
     examiner: exams.Examiner
     guards: guards.Guards
     clock: clock.Clock
+    soundness: stops.Soundness
     screen: console.Console
 
     @property
@@ -105,13 +102,14 @@ def train(
     Raises:
         ValueError: settings that do not fit each other, or data that cannot be used; before any step.
         AbandonedError: the infrastructure failed in several steps in a row.
+        stops.DivergedError: loss or gradient were not finite in several steps in a row.
     """
     _check(run, rollout, learner, model)
     total_updates = run.steps * learner.minibatches
     trainer = update.Learner(model, learner, objective.grpo(learner.loss), total_updates, rollout.temperature)
     store = checkpoint.Checkpoints(Path(run.workdir) / "checkpoints", keep=run.keep_checkpoints)
     with contextlib.closing(store):
-        begun = begin.begin("train", run, model, trainer, store)
+        begun = begin.begin("train", run, model, trainer, store, {"source": task.source})
         progress = _Progress(
             step=begun.step,
             cursor=begun.record.get("cursor", 0),
@@ -123,9 +121,9 @@ def train(
         held_to = None
         if learner.loss.kl_coef > 0:
             held_to = trainer.place(begin.load_params(run.init_from, model, run.seed, trainer.where))
-        weights = str(Path(run.workdir) / "weights")
+        weights = str(Path(run.workdir) / "weights"), rollout.fleet.published_dtype(model.compute_dtype)
         hands = crew.Crew(trainer, learner.loss, store, model, weights, begun.state, held_to)
-        if not crew.leads():
+        if not processes.leads():
             return hands.follow()
         parts = (run, model, task, rollout, roc, learner, exam)
         with hands.leading():
@@ -164,6 +162,7 @@ async def _train(
             examiner=exams.open_examiner(exam, rooms, sampler, run.seed, source),
             guards=_open_guards(workdir, run, model, progress.step),
             clock=clock.Clock(workdir),
+            soundness=stops.Soundness(run.steps),
             screen=screen,
         )
         writer = stack.enter_context(metrics.MetricsWriter(workdir, start_step=progress.step))
@@ -172,24 +171,34 @@ async def _train(
         publish.prepare(desk.weights, progress.step - 1)
         await _publish(desk, progress)
         await rooms.warm_up("1", rollout)
-        stopping = _stop_on_signals()
-        batches = _ahead(desk, progress)
-        stack.push_async_callback(batches.close)
-        while progress.step < run.steps and not stopping.is_set():
+        hands.stop = stack.enter_context(stops.on_signals())
+        return await _loop(desk, progress, writer, exam.stop_on_collapse)
+
+
+async def _loop(desk: _Desk, progress: _Progress, writer: metrics.MetricsWriter, stop_on_collapse: bool) -> int:
+    """The steps that are left; the exit code."""
+    batches = _ahead(desk, progress)
+    try:
+        while progress.step < desk.run.steps:
             examined = await _examine(desk, progress.step)
             batches.trained(progress.step)
             told = await _step(desk, progress, batches)
             told |= examined | _judge(desk, progress.step - 1, told | examined)
             told |= _guard(desk, progress.step - 1, told) | desk.clock.lap()
             writer.write(progress.step - 1, told)
-            rooms.timeline.flush(progress.step - 1)
-            screen.step(progress.step - 1, told)
-            collapsed = exam.stop_on_collapse and bool(told["guard/collapse"])
-            _save_when_due(desk, progress, stopping.is_set() or collapsed)
+            desk.rooms.timeline.flush(progress.step - 1)
+            desk.screen.step(progress.step - 1, told)
+            collapsed = stop_on_collapse and bool(told["guard/collapse"])
+            stopping = desk.hands.stopping  # asked once: a signal between two looks would end the run unsaved
+            await _save_when_due(desk, progress, stopping or collapsed)
             desk.clock.save()
             if collapsed:
-                return COLLAPSED
-        return 0 if progress.step >= run.steps else INTERRUPTED
+                return stops.COLLAPSED
+            if stopping and progress.step < desk.run.steps:
+                return stops.INTERRUPTED
+        return 0
+    finally:
+        await batches.close()
 
 
 def _ahead(desk: _Desk, progress: _Progress) -> ahead.Ahead:
@@ -215,7 +224,10 @@ def _ahead(desk: _Desk, progress: _Progress) -> ahead.Ahead:
 
 
 async def _step(desk: _Desk, progress: _Progress, batches: ahead.Ahead) -> Metrics:
-    """One step in place: sample, grade, select, update, publish. Returns its metrics."""
+    """One step in place: sample, grade, select, update, publish. Returns its metrics.
+
+    What takes long runs beside the event loop, which goes on serving rollouts ahead, probes of engines and tools.
+    """
     disagreed = desk.rooms.disagreements()
     with desk.clock.phase("rollout"):
         taken = await batches.next()
@@ -227,21 +239,22 @@ async def _step(desk: _Desk, progress: _Progress, batches: ahead.Ahead) -> Metri
     abandoned = collected.unscored_share > desk.roc.max_unscored
     with desk.clock.phase("select"):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(desk.run.seed), progress.step), 1)
-        chosen = batch.select(collected.groups, key, desk.rollout, desk.roc, desk.learner.loss)
-        rows = [] if abandoned else batch.rows(collected.groups, chosen, desk.roc)
+        chosen, rows = await asyncio.to_thread(_select, desk, collected.groups, key, abandoned)
         told |= {"learner/trained_rows": float(len(rows))}
     with desk.clock.phase("learn"):
-        learned = await _learn(desk, batch.minibatches(rows, desk.learner))
+        work = batch.minibatches(rows, desk.learner)
+        learned = await _learn(desk, work)
         # Of rows sampled under older weights the gap shows the training between, not a fault of the engine.
         stale = bool(told["rollout/staleness_max"])
         told |= {f"stale_{name}" if stale and name.startswith("mismatch/") else name: v for name, v in learned.items()}
     with desk.clock.phase("log"):
-        _log(desk, progress.step, collected, None if abandoned else chosen)
+        await asyncio.to_thread(_log, desk, progress.step, collected, None if abandoned else chosen)
     progress.step += 1
     progress.cursor, progress.carried = taken.cursor, collected.surplus
     progress.abandoned_in_row = progress.abandoned_in_row + 1 if abandoned else 0
     with desk.clock.phase("publish"), desk.rooms.timeline.span("publish"):
         await _publish(desk, progress)
+    desk.soundness.add(progress.step - 1, len(work), learned["learner/skipped_steps"] or 0.0)
     if progress.abandoned_in_row >= _MAX_ABANDONED:
         raise AbandonedError(
             f"{_MAX_ABANDONED} steps in a row had more than {desk.roc.max_unscored:.0%} unscored episodes (last: "
@@ -250,6 +263,14 @@ async def _step(desk: _Desk, progress: _Progress, batches: ahead.Ahead) -> Metri
         )
     disagreements = float(desk.rooms.disagreements() - disagreed)
     return told | {"rollout/abandoned": float(abandoned), "reward/grader_disagree": disagreements}
+
+
+def _select(
+    desk: _Desk, found: Sequence[Group], key: jax.Array, abandoned: bool
+) -> tuple[batch.Selection, list[pack.Row]]:
+    """RoC's choice, and the rows that are trained on: none of a step that was abandoned."""
+    chosen = batch.select(found, key, desk.rollout, desk.roc, desk.learner.loss)
+    return chosen, [] if abandoned else batch.rows(found, chosen, desk.roc)
 
 
 async def _learn(desk: _Desk, work: Sequence[batch.Minibatch]) -> Metrics:
@@ -280,7 +301,7 @@ async def _examine(desk: _Desk, step: int) -> Metrics:
         return {}
     with desk.clock.phase("held_out"):
         found = await desk.examiner.ask(step, desk.screen)
-    _keep_best(desk, step, found)
+    await asyncio.to_thread(_keep_best, desk, step, found)
     return found
 
 
@@ -330,11 +351,11 @@ def _judge(desk: _Desk, step: int, told: Metrics) -> Metrics:
 
 async def _publish(desk: _Desk, progress: _Progress) -> None:
     """Commit the weights as version = step and let the engine fetch them: one path for one machine and for many."""
-    desk.hands.publish(progress.step, desk.rooms.engine.versions_in_use)
+    await asyncio.to_thread(desk.hands.publish, progress.step, desk.rooms.engine.versions_in_use)
     await desk.sampler.engine.update_weights(desk.weights, progress.step)
 
 
-def _save_when_due(desk: _Desk, progress: _Progress, stopping: bool) -> None:
+async def _save_when_due(desk: _Desk, progress: _Progress, stopping: bool) -> None:
     last = progress.step >= desk.run.steps
     if not (last or stopping or progress.step % desk.run.save_every_steps == 0):
         return
@@ -347,24 +368,11 @@ def _save_when_due(desk: _Desk, progress: _Progress, stopping: bool) -> None:
             "source": desk.task.source,
             "grader_rules": desk.rooms.rules,
         }
-        desk.hands.save(progress.step, record)
-
-
-def _stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set: the loop ends after the step, with a checkpoint. A second one kills."""
-    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def stop() -> None:
-        for number in _STOPS:
-            loop.remove_signal_handler(number)
-        stopping.set()
-
-    for number in _STOPS:
-        loop.add_signal_handler(number, stop)
-    return stopping
+        await asyncio.to_thread(desk.hands.save, progress.step, record)
 
 
 def _check(run: settings.Run, rollout: settings.Rollout, learner: settings.Learner, model: settings.Model) -> None:
+    begin.check_start(run, learner.optimizer)
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if longest > learner.row_tokens:
         raise ValueError(

@@ -74,18 +74,19 @@ def demonstrations(task: settings.Task, mix: settings.Demonstrations, chat: chat
     return demos
 
 
-def fitting(demos: Sequence[talks.Demo], row_tokens: int) -> list[talks.Demo]:
-    """The demonstrations that fit into a row of row_tokens tokens.
+def fitting(demos: Sequence[talks.Demo], row_tokens: int, max_positions: int) -> list[talks.Demo]:
+    """The demonstrations that fit into a row of row_tokens tokens and into the model's positions.
 
     Raises:
         ValueError: none does.
     """
-    kept = [demo for demo in demos if len(demo.token_ids) <= row_tokens]
+    kept = [demo for demo in demos if len(demo.token_ids) <= min(row_tokens, max_positions)]
     if not kept:
         shortest = min(len(demo.token_ids) for demo in demos)
+        name = "Learner.row_tokens" if row_tokens <= max_positions else "Model.max_positions"
         raise ValueError(
-            f"all {len(demos)} demonstrations are longer than Learner.row_tokens = {row_tokens}: the shortest has "
-            f"{shortest} tokens; raise row_tokens"
+            f"all {len(demos)} demonstrations are longer than {name} = {min(row_tokens, max_positions)}: the shortest "
+            f"has {shortest} tokens; raise it to that"
         )
     return kept
 

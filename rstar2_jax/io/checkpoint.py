@@ -3,7 +3,9 @@
 A save copies the state and returns; writing goes on behind the next steps, and what fails there is raised at the next
 `check`. A checkpoint is whole or absent: Orbax writes into a temporary folder and renames. What cannot be read back (a
 torn file, a missing array) is reported and the one before it is taken; the newest good one is never deleted before a
-newer one is committed.
+newer one is committed, and what could not be read is never deleted at all.
+
+Of several processes each reads its own shards, and what one of them cannot read none of them takes.
 
 Deliberately not here: what the record means (the RUN functions) and export to other formats (export.py).
 """
@@ -11,6 +13,7 @@ Deliberately not here: what the record means (the RUN functions) and export to o
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -22,9 +25,11 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from rstar2_jax import processes
 from rstar2_jax.types import TrainState
 
 _FREE_SPACE_FACTOR = 2
+_SET_ASIDE = "unreadable"
 
 
 class CheckpointError(RuntimeError):
@@ -44,7 +49,7 @@ class Checkpoints:
         self._folder = Path(folder).absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._warn = warn
-        if jax.process_index() == 0:
+        if processes.leads():
             for leftover in self._folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):  # Orbax would wait for its next save
                 shutil.rmtree(leftover)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
@@ -105,30 +110,25 @@ class Checkpoints:
         Raises:
             CheckpointError: there are checkpoints, and none of them can be read.
         """
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        found = self.steps()
+        found = _newest_state(self._folder, self.steps(), like, self._warn)
+        if found is not None:
+            self._report_environment(found[2])
+        return found
 
-        def read(step: int) -> Any:
-            args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), record=ocp.args.JsonRestore())
-            return step, self._manager.restore(step, args=args)
-
-        def torn(step: int, fault: str) -> None:
-            self._warn(f"checkpoint {self._folder / str(step)} is torn and was passed over: {fault}")
-
-        newest = _newest_whole(found, read, torn)
-        if newest is not None:
-            step, restored = newest
-            self._report_environment(restored.record)
-            return step, restored.state, dict(restored.record)
-        if found:
-            raise CheckpointError(f"{self._folder}: none of the checkpoints {found} can be read")
-        return None
-
-    def drop_after(self, step: int) -> None:
-        """Delete the (torn) checkpoints of later steps, so that they can be written again."""
-        for later in self.steps():
-            if later > step:
-                self._manager.delete(later)
+    def set_aside_after(self, step: int) -> None:
+        """Rename the checkpoints of later steps, which could not be read, to N.unreadable, so that they can be written
+        again. They stay for whoever wants to look: a file system that failed may give them back."""
+        later = [found for found in processes.share(self.steps()) if found > step]
+        for found in later if processes.leads() else []:
+            kept = self._folder / f"{found}.{_SET_ASIDE}"
+            number = itertools.count(2)
+            while kept.exists():
+                kept = self._folder / f"{found}.{_SET_ASIDE}-{next(number)}"
+            (self._folder / str(found)).rename(kept)
+            self._warn(f"kept as {kept}: delete it when nobody needs it")
+        if later:
+            processes.share(step)  # nobody looks before all are renamed
+            self._manager.reload()
 
     def close(self) -> None:
         """Wait for what is being written and release the manager. Raises CheckpointError where writing failed."""
@@ -159,9 +159,10 @@ def restore_params(
         CheckpointError: no checkpoint is there, or its parameters do not have the wanted shapes.
     """
     root = _checkpoint_root(folder)
+    torn: list[str] = []
     handlers = {"state": ocp.PyTreeCheckpointHandler(), "record": ocp.JsonCheckpointHandler()}
-    with ocp.CheckpointManager(root, item_handlers=handlers) as manager:
-        steps, torn = sorted(manager.all_steps()), []
+    with _reader(root, handlers) as manager:
+        steps = sorted(manager.all_steps())
         found = _newest_whole(
             steps,
             lambda step: _read_params(manager, root, step, abstract),
@@ -176,18 +177,75 @@ def restore_params(
     raise CheckpointError(f"{root}: holds no checkpoint; finish that run first or correct the path")
 
 
+def restore_state(
+    folder: str | os.PathLike[str], like: TrainState, warn: Callable[[str], None] = print
+) -> tuple[int, TrainState, dict[str, Any]]:
+    """(step, state, record) of the newest whole checkpoint of another run, in which nothing is changed.
+
+    Args:
+        folder, warn: as in `restore_params`.
+        like: as in `Checkpoints.restore`.
+
+    Raises:
+        CheckpointError: no checkpoint is there, or none can be read.
+    """
+    root = _checkpoint_root(folder)
+    with _reader(root) as manager:
+        steps = sorted(manager.all_steps())
+    found = _newest_state(root, steps, like, warn)
+    if found is None:
+        raise CheckpointError(f"{root}: holds no checkpoint; finish that run first or correct the path")
+    return found
+
+
+def _reader(root: Path, handlers: Mapping[str, Any] | None = None) -> ocp.CheckpointManager:
+    """A manager that changes nothing and waits for no other process: else one that fails to read would leave the others
+    waiting for it, or let them meet it at another checkpoint."""
+    own = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"reader{own}"
+    )
+    options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=alone)
+    return ocp.CheckpointManager(root, item_handlers=handlers, options=options)
+
+
+def _newest_state(
+    root: Path, steps: Sequence[int], like: TrainState, warn: Callable[[str], None]
+) -> tuple[int, TrainState, dict[str, Any]] | None:
+    """(step, state, record) of the newest of `steps` that reads back whole; None where there are none."""
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), record=ocp.args.JsonRestore())
+
+    def torn(step: int, fault: str) -> None:
+        warn(f"checkpoint {root / str(step)} is torn and was passed over: {fault}")
+
+    with _reader(root) as manager:
+        found = _newest_whole(steps, lambda step: (step, manager.restore(step, args=args)), torn)
+    if found is not None:
+        step, restored = found
+        return step, restored.state, dict(restored.record)
+    if steps:
+        raise CheckpointError(f"{root}: none of the checkpoints {list(steps)} can be read")
+    return None
+
+
 def _newest_whole(steps: Sequence[int], read: Callable[[int], Any], torn: Callable[[int, str], None]) -> Any:
-    """What `read` gives for the newest step that reads back whole; None where there is none. `torn` hears of others."""
-    for step in reversed(steps):
+    """What `read` gives for the newest step that every process reads back whole; None where there is none. `torn` hears
+    of the others. All processes go by what the leader lists."""
+    for step in reversed(processes.share(list(steps))):
         for again in (True, False):
+            restored, fault = None, ""
             try:
-                return read(step)
+                restored = read(step)
             except CheckpointError:
                 raise
-            except Exception as fault:  # Orbax reports a torn array as a bare Exception
-                # A file system over a network fails now and then; what is passed over is lost to the run.
-                if not again:
-                    torn(step, _first_line(fault))
+            except Exception as error:  # Orbax reports a torn array as a bare Exception
+                fault = _first_line(error)
+            if processes.all_of(not fault):
+                return restored
+            # A file system over a network fails now and then; what is passed over is lost to the run.
+            if not again:
+                torn(step, fault or "another process cannot read it")
     return None
 
 

@@ -42,11 +42,13 @@ def test_demonstrations_are_a_pure_function_of_the_seed():
 def test_demonstrations_longer_than_a_row_are_left_out_and_none_left_is_an_error():
     _, demos, _ = made()
     longest = max(len(demo.token_ids) for demo in demos)
-    kept = sft_mix.fitting(demos, longest - 1)
+    kept = sft_mix.fitting(demos, longest - 1, 4096)
     assert 0 < len(kept) < len(demos) and max(len(demo.token_ids) for demo in kept) < longest
-    assert sft_mix.fitting(demos, longest) == demos
-    with pytest.raises(ValueError, match=r"Learner.row_tokens = 3: the shortest has \d+ tokens; raise row_tokens"):
-        sft_mix.fitting(demos, 3)
+    assert sft_mix.fitting(demos, 4096, longest) == demos
+    with pytest.raises(ValueError, match=r"Learner.row_tokens = 3: the shortest has \d+ tokens; raise it"):
+        sft_mix.fitting(demos, 3, 4096)
+    with pytest.raises(ValueError, match=r"Model.max_positions = 2: the shortest has \d+ tokens; raise it"):
+        sft_mix.fitting(demos, 3, 2)
 
 
 def test_each_assistant_turn_is_one_trained_run():

@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import pytest
 
-from rstar2_jax import train
+from rstar2_jax import stops
 from rstar2_jax.data import box_problems
 from rstar2_jax.io import metrics
 from rstar2_jax.weights import best
@@ -56,7 +56,7 @@ def test_reward_that_rises_while_held_out_problems_are_lost_is_said_aloud_and_en
         f"Task.path='{tmp_path / 'leaky'}'", "held_out/Task.families=('gcd',)", f"HELD_OUT_EVERY={EVERY}",
         "HELD_OUT_PROBLEMS=96", "HELD_OUT_SAMPLES=2", "Exam.stop_on_collapse=True", "Optimizer.lr=1e-3",
     )  # fmt: skip
-    assert code == train.COLLAPSED, text
+    assert code == stops.COLLAPSED, text
     found = metrics.read_metrics(workdir)
     asked = np.isfinite(found["eval/accuracy"])
     assert (np.flatnonzero(asked) % EVERY == 0).all() and asked[::EVERY].all()

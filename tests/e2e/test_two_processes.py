@@ -6,15 +6,18 @@ import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import time
 
 import jax
 import numpy as np
 import pytest
 
+from rstar2_jax import stops
 from rstar2_jax.io import checkpoint, metrics
 from tests.e2e import starts
 
@@ -32,8 +35,9 @@ def environment(devices, **more):
             "XLA_FLAGS": flags, **more}  # fmt: skip
 
 
-def start(line, devices, processes, code=0, last=()):
-    """The same command once, or as processes that join over a free port of loopback; the last with more words."""
+def start(line, devices, processes, code=0, last=(), ask=lambda started: None):
+    """The same command once, or as processes that join over a free port of loopback; the last with more words. `ask` is
+    called with the processes once they run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -45,6 +49,7 @@ def start(line, devices, processes, code=0, last=()):
         started.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     texts = []
     try:
+        ask(started)
         for process in started:
             texts.append(process.communicate(timeout=240)[0])
             assert process.returncode == code, texts[-1]
@@ -55,6 +60,19 @@ def start(line, devices, processes, code=0, last=()):
     return texts
 
 
+def terminate_last_after(step, workdir):
+    """Sends SIGTERM to the last process alone, as a node that is taken away does, once a step is written."""
+
+    def ask(started):
+        give_up, path = time.monotonic() + 200, workdir / metrics.METRICS_FILE
+        while not (path.exists() and f'"step": {step}' in path.read_text()):
+            assert time.monotonic() < give_up and all(process.poll() is None for process in started)
+            time.sleep(0.05)
+        started[-1].send_signal(signal.SIGTERM)
+
+    return ask
+
+
 def test_fine_tuning_over_two_processes_gives_the_run_of_one_and_goes_on_from_its_checkpoint(tmp_path):
     def line(name, steps):
         bindings = [f"--gin_bindings={text}" for text in (*SMALL, "Learner.mesh=(1, 2, 1)")]
@@ -62,7 +80,10 @@ def test_fine_tuning_over_two_processes_gives_the_run_of_one_and_goes_on_from_it
         return [*launch, f"--workdir={tmp_path / name}", f"--steps={steps}"]
 
     start(line("one", 4), devices=2, processes=1)
-    start(line("two", 2), devices=2, processes=2)
+    stopped = [*line("two", 4), "--gin_bindings=Run.save_every_steps=100"]
+    asked = terminate_last_after(0, tmp_path / "two")
+    start(stopped, devices=2, processes=2, code=stops.INTERRUPTED, ask=asked)
+    assert 1 <= checkpoint.read_record(tmp_path / "two")["step"] < 4
     first, second = start(line("two", 4), devices=2, processes=2)
     assert "step" in first and "step" not in second.replace("demonstrations", "")
     alone, together = metrics.read_metrics(tmp_path / "one"), metrics.read_metrics(tmp_path / "two")
@@ -89,11 +110,18 @@ def test_reinforcement_learning_over_two_processes_gives_the_run_of_one(tmp_path
     ]
     fine_tuned = starts.fine_tuned(tmp_path_factory)
     launch = [sys.executable, "-m", "rstar2_jax.launch"]
-    for name, processes in (("one", 1), ("two", 2)):
-        bound = [*starts.SIZES, *rollouts, f"Run.init_from='{fine_tuned}'", "Learner.mesh=(1, 2, 1)"]
-        flags = [*rl, *(f"--gin_bindings={text}" for text in bound), f"--workdir={tmp_path / name}", "--steps=3"]
-        texts = start([*launch, *flags], devices=2, processes=processes)
-        assert all("reward" not in text for text in texts[1:])  # one leads and shows what happens
+
+    def line(name, *more):
+        bound = [*starts.SIZES, *rollouts, f"Run.init_from='{fine_tuned}'", "Learner.mesh=(1, 2, 1)", *more]
+        return [*launch, *rl, *(f"--gin_bindings={t}" for t in bound), f"--workdir={tmp_path / name}", "--steps=3"]
+
+    start(line("one"), devices=2, processes=1)
+    asked = terminate_last_after(0, tmp_path / "two")
+    stopped = line("two", "Run.save_every_steps=100")
+    texts = start(stopped, devices=2, processes=2, code=stops.INTERRUPTED, ask=asked)
+    assert checkpoint.read_record(tmp_path / "two")["step"] < 3
+    texts += start(line("two"), devices=2, processes=2)
+    assert all("reward" not in text for text in texts[1::2])  # one leads and shows what happens
     alone, together = metrics.read_metrics(tmp_path / "one"), metrics.read_metrics(tmp_path / "two")
     assert together["step"].tolist() == [0, 1, 2] and np.nanmax(together["learner/grad_norm"]) > 0
     np.testing.assert_allclose(together["rollout/reward_mean"][0], alone["rollout/reward_mean"][0])
@@ -163,3 +191,53 @@ def test_each_process_needs_its_own_share_of_a_batch_alone(tmp_path):
     for found in told(start([sys.executable, str(script)], devices=2, processes=2)):
         np.testing.assert_allclose(found, alone, rtol=1e-5)
         assert found[2] == 4 * 13
+
+
+TORN = textwrap.dedent("""
+    import os, sys
+    import jax
+    rank = int(os.environ["JAX_PROCESS_ID"])
+    jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], 2, rank)
+    from rstar2_jax import settings
+    from rstar2_jax.algo import optimizer as optimizers
+    from rstar2_jax.io import checkpoint
+    from rstar2_jax.learner import state
+    from rstar2_jax.model import decoder, sharding
+
+    sizes = settings.Model(
+        family="qwen3", vocab_size=64, d_model=32, d_mlp=64, layers=1, heads=4, kv_heads=4, head_dim=8, max_positions=64
+    )
+    def made(seed):
+        params = decoder.init_params(sizes, jax.random.key(seed))
+        transform = optimizers.make_optimizer(settings.Optimizer(lr=1e-3), 10)
+        spread = sharding.Layout(sharding.make_mesh((1, 2, 1)))
+        return state.create(params, transform, state.layout(params, transform, spread))
+
+    store = checkpoint.Checkpoints(sys.argv[1], keep=3)
+    for step in (1, 2):
+        store.save(step, made(step), {"n": step})
+        store.wait()
+    read = checkpoint.ocp.CheckpointManager.restore
+    def fails_here(self, step, *rest, **more):
+        if rank == 1 and step == 2:
+            raise OSError(116, "Stale file handle")
+        return read(self, step, *rest, **more)
+    checkpoint.ocp.CheckpointManager.restore = fails_here
+    step, found, record = store.restore(made(0))
+    store.set_aside_after(step)
+    store.save(2, found, {"n": 22})
+    store.close()
+    checkpoint.ocp.CheckpointManager.restore = read
+    places = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), found)
+    _, again = checkpoint.restore_params(sys.argv[1], places.params)
+    print("told", step, record["n"], again["n"])
+""")
+
+
+def test_what_one_process_cannot_read_no_process_goes_on_from_and_nothing_is_deleted(tmp_path):
+    script = pathlib.Path(tmp_path / "torn.py")
+    script.write_text(TORN)
+    texts = start([sys.executable, str(script), str(tmp_path / "kept")], devices=2, processes=2)
+    assert all("told 1 1 22" in text for text in texts), texts
+    assert "another process cannot read it" in texts[0] and "Stale file handle" in texts[1]
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {"1", "2", "2.unreadable"}

@@ -81,9 +81,26 @@ def test_a_torn_checkpoint_is_passed_over_with_a_word_and_the_one_before_is_take
     words: list[str] = []
     assert checkpoint.restore_params(tmp_path, warn=words.append)[1]["n"] == 1
     assert len(words) == 1 and "passed over what cannot be read (step 2: " in words[0]
-    again.drop_after(step)
-    again.save(2, good, {"n": 2})
-    assert again.restore(make_state(0))[0] == 2
+    for kept in ("2.unreadable", "2.unreadable-2"):  # nothing is deleted: a file system may come back
+        again.set_aside_after(step)
+        assert again.steps() == [1] and (tmp_path / kept / "state").is_dir() and kept in told[-1]
+        again.save(2, good, {"n": 2})
+        assert again.restore(make_state(0))[0] == 2
+    again.save(3, good, {"n": 3})
+    again.close()
+    assert checkpoint.read_record(tmp_path)["n"] == 3 and (tmp_path / "2.unreadable").is_dir()
+
+
+def test_a_state_is_read_from_another_run_without_changing_it(tmp_path):
+    save_whole(tmp_path / "checkpoints", 3, make_state(1), {"n": 3})
+    leftover = tmp_path / "checkpoints" / f"4{checkpoint.ocp.utils.TMP_DIR_SUFFIX}7"  # that run may be saving
+    leftover.mkdir()
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    step, restored, record = checkpoint.restore_state(tmp_path, make_state(0))
+    assert (step, record["n"]) == (3, 3)
+    assert_equal(make_state(1), restored)
+    checkpoint.restore_params(tmp_path)
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
 
 
 def test_a_read_that_fails_once_passes_nothing_over():

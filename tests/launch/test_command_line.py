@@ -218,13 +218,13 @@ def test_a_folder_that_holds_another_kind_of_run_is_refused_and_left_alone(tmp_p
     flags = ["--gin_file=eval.gin", f"--workdir={tmp_path}", "--gin_bindings=Run.init_from='nowhere'"]
     assert launch.main(["launch", *flags]) == 2
     assert "holds a run of rstar2_jax.train.train" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["resolved.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "resolved.json"]
 
 
 def test_a_workdir_that_is_a_file_is_said_in_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert launch.main(["launch", "--gin_file=eval.gin", f"--workdir={tmp_path / 'file'}"]) == 2
-    assert "cannot be made" in capsys.readouterr().err
+    assert "cannot be used: File exists" in capsys.readouterr().err
 
 
 def joining(address, count="2", rank="1"):

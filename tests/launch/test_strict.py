@@ -365,6 +365,12 @@ def test_an_unreadable_line_of_a_file_is_named(stage):
     )
 
 
+@pytest.mark.parametrize("text", ["1e999", "-1e999"])
+def test_a_number_that_is_too_large_is_one_clear_error(stage, text):
+    path = stage(f"settings.Optimizer.lr = {text}\n")
+    assert error_of(path).startswith(f"{path}:{line_of(path, text)}: a number is beyond 1.8e+308")
+
+
 def test_an_unclosed_bracket_is_one_clear_error(stage):
     assert re.search(r"stage.gin:\d+: cannot read", error_of(stage("settings.Learner.mesh = (1, 1\n")))
 
