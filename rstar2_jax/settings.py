@@ -174,6 +174,8 @@ class Rollout:
         prefill_chunk_tokens: columns of the prefill batch; one shape for the whole run.
         deadline_s: limit on any single wait of an episode (engine turn, tool call, grading).
         max_staleness: steps that generation may run ahead of training; 0 is the synchronous loop of the paper.
+        over_issue: share of further prompts asked beyond those needed, so that a step ends without its slowest groups,
+            which are dropped and counted; 0 is off. What a step trains on depends on the clock then.
     """
 
     prompts_per_step: int
@@ -191,6 +193,7 @@ class Rollout:
     prefill_chunk_tokens: int = 32
     deadline_s: float = 600.0
     max_staleness: int = 0
+    over_issue: float = 0.0
     fleet: Fleet = Fleet()
 
     def __post_init__(self) -> None:
@@ -205,6 +208,7 @@ class Rollout:
         ranges.check(self.temperature >= LEAST_TEMPERATURE, self, "temperature", rule)
         ranges.check(0 < self.top_p <= 1, self, "top_p", "must be in (0, 1]")
         ranges.check(self.max_staleness >= 0, self, "max_staleness", "must be 0 (synchronous) or more steps")
+        ranges.check(0 <= self.over_issue <= 10, self, "over_issue", "must be 0 (off) or a share up to 10")
         ranges.check(self.top_k == -1 or self.top_k > 0, self, "top_k", "must be above 0, or -1 for off")
 
 
@@ -259,7 +263,8 @@ class Loss:
         aggregation: `token_mean` (sum over all trained tokens of the global batch) or `seq_mean` (GRPO Eq. 1).
         dual_clip: upper bound on -ratio * A for negative advantages; 0 is off.
         high_entropy_share: train only on this share of tokens of highest entropy; 1 is off.
-        correction: rollout/trainer mismatch: `off`, `token` (truncated importance sampling) or `sequence` (masking).
+        correction: rollout/trainer mismatch: `off`, `token` (truncated importance sampling), `band` (the same, but
+            tokens beyond the cap are left out) or `sequence` (masking).
         correction_cap: cap of the token weights, or bound on the sequence's ratio.
         ddof, advantage_eps: of the standard deviation in the advantages.
     """
@@ -271,14 +276,14 @@ class Loss:
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
     high_entropy_share: float = 1.0
-    correction: Literal["off", "token", "sequence"] = "off"
+    correction: Literal["off", "token", "band", "sequence"] = "off"
     correction_cap: float = 2.0
     ddof: int = 0
     advantage_eps: float = 0.0
 
     def __post_init__(self) -> None:
         ranges.one_of(self, "aggregation", ("token_mean", "seq_mean"))
-        ranges.one_of(self, "correction", ("off", "token", "sequence"))
+        ranges.one_of(self, "correction", ("off", "token", "band", "sequence"))
         ranges.check(0 <= self.eps_low < 1, self, "eps_low", "must be in [0, 1)")
         ranges.check(self.eps_high >= 0, self, "eps_high", "must be 0 or more")
         ranges.check(self.dual_clip == 0 or self.dual_clip > 1, self, "dual_clip", "must be above 1, or 0 for off")

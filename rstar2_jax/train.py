@@ -38,6 +38,7 @@ from rstar2_jax.weights import best, publish
 
 Metrics = dict[str, float | None]
 _MAX_ABANDONED = 3
+_PROVE_EVERY = 50  # updates
 
 
 class AbandonedError(RuntimeError):
@@ -169,7 +170,7 @@ async def _train(
         trajectories.cut(workdir, progress.step)
         timeline.cut(workdir, progress.step)
         publish.prepare(desk.weights, progress.step - 1)
-        await _publish(desk, progress)
+        await _publish(desk, progress, prove=True)
         await rooms.warm_up("1", rollout)
         hands.stop = stack.enter_context(stops.on_signals())
         return await _loop(desk, progress, writer, exam.stop_on_collapse)
@@ -236,6 +237,7 @@ async def _step(desk: _Desk, progress: _Progress, batches: ahead.Ahead) -> Metri
         desk.screen.note(f"! {fault}")
     told = statistics.describe(collected.sampled) | statistics.staleness(collected.groups, progress.step)
     told |= {"rollout/refills": float(collected.refills), "rollout/stale_dropped": float(taken.dropped)}
+    told |= {"rollout/dropped_groups": float(collected.dropped)}
     abandoned = collected.unscored_share > desk.roc.max_unscored
     with desk.clock.phase("select"):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(desk.run.seed), progress.step), 1)
@@ -253,7 +255,7 @@ async def _step(desk: _Desk, progress: _Progress, batches: ahead.Ahead) -> Metri
     progress.cursor, progress.carried = taken.cursor, collected.surplus
     progress.abandoned_in_row = progress.abandoned_in_row + 1 if abandoned else 0
     with desk.clock.phase("publish"), desk.rooms.timeline.span("publish"):
-        await _publish(desk, progress)
+        await _publish(desk, progress, prove=progress.step % _PROVE_EVERY == 0)
     desk.soundness.add(progress.step - 1, len(work), learned["learner/skipped_steps"] or 0.0)
     if progress.abandoned_in_row >= _MAX_ABANDONED:
         raise AbandonedError(
@@ -349,10 +351,17 @@ def _judge(desk: _Desk, step: int, told: Metrics) -> Metrics:
     return {"eval/diverged": float(diverges is not None)}
 
 
-async def _publish(desk: _Desk, progress: _Progress) -> None:
-    """Commit the weights as version = step and let the engine fetch them: one path for one machine and for many."""
+async def _publish(desk: _Desk, progress: _Progress, *, prove: bool) -> None:
+    """Commit the weights as version = step and let the engine fetch them: one path for one machine and for many.
+
+    Args:
+        prove: every engine shows that it holds them bit for bit: what was garbled on the way would only show as a
+            policy that gets worse.
+    """
     await asyncio.to_thread(desk.hands.publish, progress.step, desk.rooms.engine.versions_in_use)
     await desk.sampler.engine.update_weights(desk.weights, progress.step)
+    if prove:
+        await desk.sampler.engine.verify(desk.weights, progress.step)
 
 
 async def _save_when_due(desk: _Desk, progress: _Progress, stopping: bool) -> None:
@@ -386,7 +395,7 @@ def _check(run: settings.Run, rollout: settings.Rollout, learner: settings.Learn
     if rollout.max_staleness > 0 and learner.loss.correction == "off":
         raise ValueError(
             f"Rollout.max_staleness = {rollout.max_staleness} trains on ids of older weights, but Loss.correction is "
-            "'off': set it to 'token' or 'sequence' (--gin_file=ablation/async.gin does both)"
+            "'off': set it to 'token', 'band' or 'sequence' (--gin_file=ablation/async.gin does both)"
         )
     if run.steps == 0:
         raise ValueError("Run.steps = 0: training needs at least one step (--steps=...)")

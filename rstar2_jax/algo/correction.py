@@ -64,6 +64,24 @@ def token_weights(
     return jax.lax.stop_gradient(jnp.where(mask, jnp.minimum(ratio, cap), 0.0))
 
 
+def band_weights(
+    old_logprobs: Float[Any, "B T"], behavior_logprobs: Float[Any, "B T"], mask: Bool[Any, "B T"], cap: float
+) -> Float[Array, "B T"]:
+    """Importance weights r = exp(old - behavior) of the trained tokens with 1 / cap <= r <= cap; 0 elsewhere.
+
+    Where `token_weights` bounds what it does not trust, this leaves it out: a token on which both programs differ by
+    more than the cap tells of the difference, not of the policy.
+
+    Args:
+        old_logprobs, behavior_logprobs, mask, cap: as in `token_weights`.
+
+    Source: not in the paper; masking as in IcePop, with one bound for both sides.
+    """
+    gap = log_ratio(old_logprobs, behavior_logprobs, mask)
+    inside = jnp.asarray(mask) & (jnp.abs(gap) <= jnp.log(cap))
+    return jax.lax.stop_gradient(jnp.where(inside, jnp.exp(gap), 0.0))
+
+
 def sequence_mask(
     old_logprobs: Float[Any, "B T"],
     behavior_logprobs: Float[Any, "B T"],

@@ -78,6 +78,8 @@ def supervised() -> Objective:
 def _weights(how: settings.Loss, old: jax.Array, batch: TrainBatch) -> jax.Array | None:
     if how.correction == "token":
         return correction.token_weights(old, batch.behavior_logprobs, batch.loss_mask, how.correction_cap)
+    if how.correction == "band":
+        return correction.band_weights(old, batch.behavior_logprobs, batch.loss_mask, how.correction_cap)
     if how.correction == "sequence":
         return correction.sequence_mask(
             old, batch.behavior_logprobs, batch.loss_mask, batch.segment_ids, how.correction_cap

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
@@ -36,6 +36,27 @@ async def together(work: Sequence[Awaitable[_T]]) -> list[_T]:
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _leave(tasks)
+
+
+async def until(work: Sequence[Awaitable[_T]], enough: Callable[[_T], bool]) -> list[_T | None]:
+    """Results in order; None for those that were cancelled, since `enough` said so of one that came before them.
+
+    On an error or a cancellation every one is cancelled and awaited before it goes on.
+    """
+    tasks = [asyncio.ensure_future(one) for one in work]
+    left, ended = set(tasks), False
+    try:
+        while left and not ended:
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=tasks.index):
+                ended = enough(task.result()) or ended
+        return [None if task in left else task.result() for task in tasks]
+    finally:
+        await _leave(tasks)
+
+
+async def _leave(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -5,6 +5,9 @@ A group is live when it holds a correct and a wrong episode; the test is on the 
 are used up; live groups beyond the need are handed back for the next step. What comes out depends on seeds and prompts
 only, never on the order in which episodes end.
 
+With `over_issue` that is given up for time: more prompts are asked than are needed, the step ends with the groups that
+were there first, and the others are dropped and counted. Long answers are dropped more often than short ones.
+
 Deliberately not here: the choice of G out of 2G (algo/roc), storage of surplus groups (the caller's checkpoint), and
 scheduling over engines.
 
@@ -44,6 +47,7 @@ class Collection:
         refills: rounds of further prompts.
         faults: of all episodes of this step, in a fixed order.
         episodes: run in this step; unscored: of them, those without a verdict.
+        dropped: groups that were given up unfinished, as there were enough others.
     """
 
     groups: tuple[Group, ...]
@@ -55,6 +59,7 @@ class Collection:
     faults: tuple[agent.Fault, ...]
     episodes: int
     unscored: int
+    dropped: int = 0
 
     def __repr__(self) -> str:
         # Short, because asyncio prints the value of a finished task when a loop closes.
@@ -118,19 +123,21 @@ async def collect(
     faults: list[agent.Fault] = []
     progress = _Progress(on_progress)
     seen: collections.Counter[str] = collections.Counter()
-    used, rounds, sampled_live, unscored = 0, 0, 0, 0
+    used, rounds, sampled_live, unscored, dropped = 0, 0, 0, 0, 0
     while len(live) < wanted and rounds <= sampler.roc.max_refills:
-        count = _round_size(wanted - len(live), sampled_live, used, wanted)
+        missing = wanted - len(live)
+        count = _round_size(missing, sampled_live, used - dropped, wanted)
+        count = math.ceil(count * (1 + sampler.rollout.over_issue))
         prompts = list(draw(used, count))
         if len(prompts) != count:
             raise ValueError(f"step {step}: the source gave {len(prompts)} prompts, {count} were asked for")
-        sampled = await _sample_groups(sampler, prompts, step, seen, progress)
-        used, rounds = used + count, rounds + 1
+        sampled = await _sample_groups(sampler, prompts, step, seen, progress, missing)
+        used, rounds, dropped = used + count, rounds + 1, dropped + count - len(sampled)
         for group, group_faults in sampled:
             faults.extend(group_faults)
             everything.append(group)
             unscored += int((~group.valid).sum())
-            keep = group.is_live or not sampler.roc.reject_equal
+            keep = _keeps(sampler, group)
             (live if keep else rejected).append(group)
             sampled_live += keep
     return Collection(
@@ -141,8 +148,9 @@ async def collect(
         prompts_used=used,
         refills=max(0, rounds - 1),
         faults=tuple(faults),
-        episodes=progress.total,
+        episodes=sum(len(group.trajectories) for group in everything),
         unscored=unscored,
+        dropped=dropped,
     )
 
 
@@ -215,17 +223,35 @@ def first_indices(prompts: Sequence[Prompt], size: int, seen: collections.Counte
 
 
 async def _sample_groups(
-    sampler: Sampler, prompts: Sequence[Prompt], step: int, seen: collections.Counter[str], progress: _Progress
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    step: int,
+    seen: collections.Counter[str],
+    progress: _Progress,
+    missing: int,
 ) -> list[tuple[Group, list[agent.Fault]]]:
-    """Groups of one round, in the order of the prompts. A prompt met again gets sample indices of its own."""
+    """Groups of one round, in the order of the prompts: all, or with over_issue those that were there when as many as
+    are missing could be kept. A prompt met again gets sample indices of its own."""
     size = sampler.rollout.oversample
     progress.start(size * len(prompts))
-    return await deadline.together(
-        [
-            sample_group(sampler, prompt, step=step, first_index=start, on_done=progress.finish_one)
-            for prompt, start in zip(prompts, first_indices(prompts, size, seen), strict=True)
-        ]
-    )
+    work = [
+        sample_group(sampler, prompt, step=step, first_index=start, on_done=progress.finish_one)
+        for prompt, start in zip(prompts, first_indices(prompts, size, seen), strict=True)
+    ]
+    if not sampler.rollout.over_issue:
+        return await deadline.together(work)
+    kept = 0
+
+    def enough(found: tuple[Group, list[agent.Fault]]) -> bool:
+        nonlocal kept
+        kept += _keeps(sampler, found[0])
+        return kept >= missing
+
+    return [found for found in await deadline.until(work, enough) if found is not None]
+
+
+def _keeps(sampler: Sampler, group: Group) -> bool:
+    return group.is_live or not sampler.roc.reject_equal
 
 
 class _Progress:

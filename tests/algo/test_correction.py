@@ -37,12 +37,21 @@ def test_token_weights_are_truncated_ratios_and_zero_where_masked():
     assert token_weights(behavior, old, mask, 2.0)[0] == pytest.approx([1, 0.5, 0.2, 0], abs=1e-6)
 
 
+def test_a_band_leaves_out_what_a_cap_would_keep_at_its_bound():
+    old = np.log(np.array([[0.5, 0.5, 0.5, 0.1, 0.5]], np.float32))
+    behavior = np.log(np.array([[0.5, 0.3, 0.1, 0.5, 0.1]], np.float32))
+    mask = np.array([[True, True, True, True, False]])
+    got = jax.jit(correction.band_weights, static_argnums=3)(old, behavior, mask, 2.0)
+    assert got[0] == pytest.approx([1, 5 / 3, 0, 0, 0], abs=1e-6)
+
+
 def test_corrections_carry_no_gradient():
     policy, behavior, mask = (jnp.asarray(a) for a in noisy(rows=1, tokens=20))
     ids = mask.astype(jnp.int32)
 
     def everything(old):
         weights = correction.token_weights(old, behavior, mask, 2.0)
+        weights += correction.band_weights(old, behavior, mask, 2.0)
         kept = correction.sequence_mask(old, behavior, mask, ids, 2.0)
         return weights.sum() + kept.sum() + correction.mismatch(old, behavior, mask)["gap_k3_sum"]
 

@@ -25,27 +25,48 @@ class Slow:
 class Engine:
     versions_in_use = frozenset()
 
+    def __init__(self):
+        self.asked = []
+
     async def update_weights(self, weights, version):
-        pass
+        self.asked.append(("update", version))
+
+    async def verify(self, weights, version):
+        self.asked.append(("verify", version))
 
 
-@pytest.mark.parametrize("what", ["publish", "save"])
-def test_engines_tools_and_probes_are_served_while_weights_are_written(what, monkeypatch):
-    desk = SimpleNamespace(
+def desk_with(engine):
+    return SimpleNamespace(
         hands=Slow(),
         rooms=SimpleNamespace(engine=Engine(), rules="1"),
-        sampler=SimpleNamespace(engine=Engine()),
+        sampler=SimpleNamespace(engine=engine),
         weights="store",
         run=settings.Run(workdir="run", steps=1),
         model=None,
         task=settings.Task(source="box", tokenizer="box", template="box"),
         clock=SimpleNamespace(phase=lambda name: contextlib.nullcontext()),
     )
+
+
+@pytest.mark.parametrize("prove", [False, True])
+def test_engines_prove_new_weights_where_that_is_asked(prove):
+    engine, progress = Engine(), train._Progress(step=50, cursor=0, carried=())
+    asyncio.run(train._publish(desk_with(engine), progress, prove=prove))
+    assert engine.asked == [("update", 50), ("verify", 50)][: 1 + prove]
+
+
+@pytest.mark.parametrize("what", ["publish", "save"])
+def test_engines_tools_and_probes_are_served_while_weights_are_written(what, monkeypatch):
     monkeypatch.setattr(begin, "identity", lambda *parts: {})
+    desk = desk_with(Engine())
     progress = train._Progress(step=1, cursor=0, carried=())
 
     async def longest_wait():
-        work = train._publish(desk, progress) if what == "publish" else train._save_when_due(desk, progress, False)
+        work = (
+            train._publish(desk, progress, prove=False)
+            if what == "publish"
+            else train._save_when_due(desk, progress, False)
+        )
         task, waits = asyncio.create_task(work), []
         while not task.done():
             before = time.monotonic()

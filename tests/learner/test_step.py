@@ -88,7 +88,7 @@ def test_only_the_chosen_share_of_high_entropy_tokens_is_trained_on():
     assert 0 < part["learner/grad_norm"] != pytest.approx(whole["learner/grad_norm"], rel=1e-3)
 
 
-@pytest.mark.parametrize("correction", ["token", "sequence"])
+@pytest.mark.parametrize("correction", ["token", "band", "sequence"])
 def test_a_correction_weighs_what_was_sampled_under_another_policy(correction):
     how = dataclasses.replace(settings.Loss(), correction=correction, correction_cap=1.0001)
     plain, weighed = learned()[1], learned(how)[1]

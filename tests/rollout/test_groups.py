@@ -284,6 +284,25 @@ def test_penalties_come_from_the_record_of_each_episode(chat):
         assert group.penalties.dtype == np.float32
 
 
+def test_over_issue_ends_a_step_without_its_slowest_groups_and_counts_them(chat):
+    rollout = dataclasses.replace(ROLLOUT, over_issue=1.0)
+    sampler = make_sampler(chat, rollout=rollout, drop=["p001/", "p004/"])
+    started = []
+    found = collect(sampler, draw_rates(50, 50, 100, 50, 50, 50), on_progress=lambda done, total: started.append(total))
+    # Six were asked for three; two never end, one of the others is not live, and nobody waited for the two.
+    assert names(found.groups) == ["p000", "p003", "p005"] and found.dropped == 2
+    assert found.prompts_used == 6 and found.episodes == 4 * 8 and found.unscored == 0 and max(started) == 48
+
+
+def test_over_issue_waits_for_as_many_live_groups_as_are_missing_and_no_longer(chat):
+    rollout = dataclasses.replace(ROLLOUT, over_issue=0.5)
+    found = collect(make_sampler(chat, rollout=rollout, drop=["p000/"]), draw_rates(50, 50, 50, 50, 50))
+    assert len(found.groups) == 3 and found.dropped >= 1 and found.prompts_used == 5
+    assert found.dropped + len(found.sampled) == 5
+    left_alone = collect(make_sampler(chat, rollout=ROLLOUT), draw_rates(50, 50, 50))
+    assert left_alone.dropped == 0 and left_alone.prompts_used == 3
+
+
 def test_progress_counts_every_episode_of_every_round(chat):
     seen = []
     collection = collect(
