@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
@@ -36,13 +37,23 @@ def holder(tmp_path):
     child.stdout.close()
 
 
-def test_a_second_run_in_a_workdir_is_refused_with_the_process_that_has_it(tmp_path, holder, capsys):
+def test_a_second_run_in_a_workdir_is_refused_with_the_process_that_has_it(tmp_path, holder, capsys, monkeypatch):
+    monkeypatch.setattr(lock, "WAIT_S", 0.6)
     before = sorted(path.name for path in (tmp_path / "run").iterdir())
     flags = ["--gin_file=eval.gin", f"--workdir={tmp_path / 'run'}", "--gin_bindings=Run.init_from='nowhere'"]
     assert launch.main(["launch", *flags]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"is in use by process {holder.pid} on " in said and "another --workdir" in said
+    warning, error = said.splitlines()
+    assert warning.endswith("waiting 0.6 s for its end") and error.startswith("error: ")
+    assert f"is in use by process {holder.pid} on " in error and "another --workdir" in error
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
+
+
+def test_a_run_that_ends_meanwhile_is_waited_for(tmp_path, holder):
+    threading.Timer(1.0, holder.kill).start()
+    told: list[str] = []
+    with lock.hold(tmp_path / "run", told.append):
+        assert len(told) == 1 and f"process {os.getpid()} on " in (tmp_path / "run" / ".lock").read_text()
 
 
 def test_a_killed_run_keeps_nobody_out(tmp_path, holder):
