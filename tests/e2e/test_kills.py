@@ -15,8 +15,6 @@ import jax
 import numpy as np
 import pytest
 
-from rstar2_jax import settings
-from rstar2_jax.data import prompts
 from rstar2_jax.io import checkpoint, metrics, trajectories
 from rstar2_jax.types import StopReason, Verdict
 from tests.e2e import starts
@@ -24,7 +22,6 @@ from tests.e2e import starts
 pytestmark = pytest.mark.e2e
 
 STEPS = 4
-BOX = settings.Task(source="box", tokenizer="box", template="box")
 SMALL = (
     *starts.SIZES,
     "Rollout.prompts_per_step=4",
@@ -225,14 +222,15 @@ def test_a_polite_stop_ends_with_a_checkpoint_and_the_same_command_goes_on(start
 def test_the_next_stage_over_a_set_goes_on_at_the_end_of_an_epoch_bit_for_bit(started):
     folder = started / "eight"
     folder.mkdir()
-    drawn = {p.question: p for p in prompts.make_source(BOX).batch(0, 0, 40)}.values()
-    rows = [json.dumps({"question": p.question, "answer": p.answer}) for p in list(drawn)[:8]]
+    # So poor a model says each digit now and then: of 32 samples some are right, whatever the question.
+    rows = [json.dumps({"question": f"gcd({4 * n},{4 * n + 4})", "answer": "4"}) for n in range(3, 11)]
     (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
     told = (
         "Task.source='jsonl'",
         f"Task.path='{folder}'",
         f"Run.init_from='{started / 'whole'}'",
         "Run.optimizer_start='restart'",
+        "Rollout.oversample=32",
         "Roc.max_refills=0",  # four prompts a step, two steps an epoch
         "HELD_OUT_EVERY=0",
     )
@@ -243,8 +241,9 @@ def test_the_next_stage_over_a_set_goes_on_at_the_end_of_an_epoch_bit_for_bit(st
     assert what_was_trained_on(started / "set") == what_was_trained_on(started / "set-in-two")
     asked = [{r.prompt.question for r in trajectories.read_step(started / "set-in-two", step)} for step in range(3)]
     assert len(asked[0] | asked[1]) == 8 and len(asked[2]) == 4  # all of the set once, then the next epoch
-    warm = metrics.read_metrics(started / "set")["learner/lr"]
-    assert warm[0] == 0 and checkpoint.read_record(started / "set")["cursor"] == 12
+    rates = metrics.read_metrics(started / "set")["learner/lr"]
+    rates = rates[np.isfinite(rates)]  # of the steps with something to learn from
+    assert len(rates) and rates[0] == 0 and checkpoint.read_record(started / "set")["cursor"] == 12
 
 
 @pytest.mark.parametrize("victim", ["redis-server", "rstar2_sandbox worker"])
