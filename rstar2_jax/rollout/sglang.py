@@ -128,8 +128,10 @@ class SglangEngine:
 
     async def probe(self, context_tokens: int | None = None) -> None:
         """Ask the server what it is. Raises EngineError where it cannot be used."""
-        info, said = await self._get("/model_info"), await self._get("/server_info")
-        load = wire.load(await self._get("/v1/loads"))
+        # The last two pass through the server's scheduler, which may be starting up or at a long prefill.
+        patient = self._deadlines.control_s
+        info, said = await self._get("/model_info"), await self._get("/server_info", patient)
+        load = wire.load(await self._get("/v1/loads", patient))
         family = info.get("model_type")
         if family not in (None, self._model.family):
             raise EngineError(f"{self._name} serves a {family} model, the settings say {self._model.family}")
@@ -372,8 +374,8 @@ class SglangEngine:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _get(self, path: str) -> Any:
-        return await self._call("GET", path, None, self._deadlines.probe_s, path)
+    async def _get(self, path: str, limit_s: float = 0.0) -> Any:
+        return await self._call("GET", path, None, limit_s or self._deadlines.probe_s, path)
 
     async def _control(self, path: str, body: dict[str, Any]) -> Any:
         return await self._post(path, body, self._deadlines.control_s, path)

@@ -19,7 +19,15 @@ from tests.rollout import engines
 
 pytestmark = pytest.mark.sglang
 FILES = ("model/box.gin", "scale/box.gin")
-SIZES = (*starts.SIZES, "Model.head_dim=32", "Model.compute_dtype='bfloat16'")
+SIZES = (  # of which a server on the CPU can cut two equal parts
+    "Model.d_model=64",
+    "Model.d_mlp=128",
+    "Model.layers=2",
+    "Model.heads=2",
+    "Model.kv_heads=2",
+    "Model.head_dim=32",
+    "Model.compute_dtype='bfloat16'",
+)
 STEPS = 2
 
 
