@@ -355,8 +355,7 @@ async def _publish(desk: _Desk, progress: _Progress, *, prove: bool) -> None:
     """Commit the weights as version = step and let the engine fetch them: one path for one machine and for many.
 
     Args:
-        prove: every engine shows that it holds them bit for bit: what was garbled on the way would only show as a
-            policy that gets worse.
+        prove: every engine shows that it holds them bit for bit; what is garbled shows as a worse policy alone.
     """
     await asyncio.to_thread(desk.hands.publish, progress.step, desk.rooms.engine.versions_in_use)
     await desk.sampler.engine.update_weights(desk.weights, progress.step)

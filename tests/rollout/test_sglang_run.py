@@ -14,7 +14,6 @@ import pytest
 from rstar2_jax import begin, gin_strict, launch
 from rstar2_jax.io import metrics
 from rstar2_jax.model import hf
-from tests.e2e import starts
 from tests.rollout import engines
 
 pytestmark = pytest.mark.sglang
@@ -28,7 +27,8 @@ SIZES = (  # of which a server on the CPU can cut two equal parts
     "Model.head_dim=32",
     "Model.compute_dtype='bfloat16'",
 )
-STEPS = 2
+TAUGHT = ("Demonstrations.tool_share=0.9", "Optimizer.lr=4e-3")
+SFT_STEPS, STEPS = 320, 2  # of 320, three quarters of the answers are right
 
 
 def launched(workdir, stage, *bindings, steps=None):
@@ -48,9 +48,9 @@ def ran(flags):
 
 def test_training_and_evaluation_run_on_servers_that_compute_in_bfloat16(tmp_path):
     sft = tmp_path / "sft"
-    ran(launched(sft, "sft.gin", *starts.TAUGHT, steps=starts.STEPS))
+    ran(launched(sft, "sft.gin", *TAUGHT, steps=SFT_STEPS))
     # The server is started on what the launch files name: a folder with the model's sizes; its weights are dummies.
-    parsed = launch.parse_flags(["launch", *launched(sft, "sft.gin", *starts.TAUGHT, steps=1)])
+    parsed = launch.parse_flags(["launch", *launched(sft, "sft.gin", *TAUGHT, steps=1)])
     model = gin_strict.build(gin_strict.resolve(parsed.gin_file, launch.shadow_bindings(parsed)))[1]["model"]
     folder = tmp_path / "folder" / "model"
     hf.save_folder(begin.load_params(str(sft), model, 0), model, folder)
@@ -63,7 +63,7 @@ def test_training_and_evaluation_run_on_servers_that_compute_in_bfloat16(tmp_pat
         ran(launched(tmp_path / "eval", "eval.gin", *servers, *exam))
     told = metrics.read_metrics(run)
     assert told["step"].tolist() == list(range(STEPS)) and told["rollout/lost"].sum() == 0
-    assert told["rollout/tool_calls_mean"].max() > 0
+    assert told["rollout/tool_rate"].max() > 0
     gaps = told["mismatch/logprob_gap_mean"]
     assert np.isfinite(gaps).any() and np.nanmax(gaps) < 0.05  # two programs in bfloat16; float32 gives 1e-5
     print("logprob gap, mean and largest:", gaps, told["mismatch/logprob_gap_max"])
