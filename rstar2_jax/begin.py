@@ -95,15 +95,6 @@ def identity(kind: str, run: settings.Run, model: settings.Model) -> dict[str, A
     return {"kind": kind, "seed": run.seed, "model": _plain(model)}
 
 
-def check_start(run: settings.Run, optimizer: settings.Optimizer) -> None:
-    """Raise ValueError where the optimizer cannot start as `run.optimizer_start` says."""
-    if run.optimizer_start == "continue" and optimizer.schedule == "cosine":
-        raise ValueError(
-            "Run.optimizer_start = 'continue' keeps the place in the schedule of the run before, but a cosine ends "
-            "with its own run (Optimizer.schedule = 'cosine'): take 'restart', or the 'constant' schedule"
-        )
-
-
 def begin(
     kind: str,
     run: settings.Run,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rstar2_jax import begin, processes, settings, stops
+from rstar2_jax import begin, fit, processes, settings, stops
 from rstar2_jax.data import chat as chats
 from rstar2_jax.data import files, mixture, pack, sft_mix, talks
 from rstar2_jax.io import checkpoint, clock, metrics
@@ -41,9 +41,7 @@ def sft(
         ValueError: settings that do not fit each other, or data that cannot be used; before any step.
         stops.DivergedError: loss or gradient were not finite in several steps in a row.
     """
-    if run.steps == 0:
-        raise ValueError("Run.steps = 0: fine-tuning needs at least one step (--steps=...)")
-    begin.check_start(run, learner.optimizer)
+    fit.fine_tuning(run, learner)
     workdir = Path(run.workdir)
     chat = files.load_chat(task, offer.schemas(task))
     files.check_vocabulary(chat.tokenizer, model)

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rstar2_jax import begin, crew, processes, settings, stops
+from rstar2_jax import begin, crew, fit, processes, settings, stops
 from rstar2_jax import exam as exams
 from rstar2_jax.algo import roc as roc_rule
 from rstar2_jax.data import pack, prompts
@@ -105,7 +105,7 @@ def train(
         AbandonedError: the infrastructure failed in several steps in a row.
         stops.DivergedError: loss or gradient were not finite in several steps in a row.
     """
-    _check(run, rollout, learner, model)
+    fit.training(run, rollout, learner, model)
     total_updates = run.steps * learner.minibatches
     trainer = update.Learner(model, learner, objective.grpo(learner.loss), total_updates, rollout.temperature)
     store = checkpoint.Checkpoints(Path(run.workdir) / "checkpoints", keep=run.keep_checkpoints)
@@ -229,7 +229,7 @@ async def _step(desk: _Desk, progress: _Progress, batches: ahead.Ahead) -> Metri
 
     What takes long runs beside the event loop, which goes on serving rollouts ahead, probes of engines and tools.
     """
-    disagreed = desk.rooms.disagreements()
+    disagreed, preempted = desk.rooms.disagreements(), desk.sampler.engine.preempted
     with desk.clock.phase("rollout"):
         taken = await batches.next()
     collected = taken.collection
@@ -237,7 +237,8 @@ async def _step(desk: _Desk, progress: _Progress, batches: ahead.Ahead) -> Metri
         desk.screen.note(f"! {fault}")
     told = statistics.describe(collected.sampled) | statistics.staleness(collected.groups, progress.step)
     told |= {"rollout/refills": float(collected.refills), "rollout/stale_dropped": float(taken.dropped)}
-    told |= {"rollout/dropped_groups": float(collected.dropped)}
+    told["rollout/dropped_groups"] = float(collected.dropped)
+    told["rollout/preempted"] = float(desk.sampler.engine.preempted - preempted)
     abandoned = collected.unscored_share > desk.roc.max_unscored
     with desk.clock.phase("select"):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(desk.run.seed), progress.step), 1)
@@ -377,24 +378,3 @@ async def _save_when_due(desk: _Desk, progress: _Progress, stopping: bool) -> No
             "grader_rules": desk.rooms.rules,
         }
         await asyncio.to_thread(desk.hands.save, progress.step, record)
-
-
-def _check(run: settings.Run, rollout: settings.Rollout, learner: settings.Learner, model: settings.Model) -> None:
-    begin.check_start(run, learner.optimizer)
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    if longest > learner.row_tokens:
-        raise ValueError(
-            f"an episode may take max_prompt_tokens + max_response_tokens = {longest} tokens, but Learner.row_tokens = "
-            f"{learner.row_tokens}: raise row_tokens to {longest} or lower the budgets"
-        )
-    if longest > model.max_positions:
-        raise ValueError(
-            f"an episode may take {longest} tokens, but Model.max_positions = {model.max_positions}: lower the budgets"
-        )
-    if rollout.max_staleness > 0 and learner.loss.correction == "off":
-        raise ValueError(
-            f"Rollout.max_staleness = {rollout.max_staleness} trains on ids of older weights, but Loss.correction is "
-            "'off': set it to 'token', 'band' or 'sequence' (--gin_file=ablation/async.gin does both)"
-        )
-    if run.steps == 0:
-        raise ValueError("Run.steps = 0: training needs at least one step (--steps=...)")

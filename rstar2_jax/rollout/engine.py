@@ -74,12 +74,14 @@ class Request:
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Generation:
     """What was sampled: ids i32[n] (a sampled stop id included), their log-probabilities f32[n] under the sampling
-    temperature over the full vocabulary, the version of the weights behind each id i32[n], and why it ended."""
+    temperature over the full vocabulary, the version of the weights behind each id i32[n], and why it ended; how often
+    its cache was taken away for others meanwhile, and computed again."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     weights_versions: np.ndarray
     finish_reason: FinishReason
+    preempted: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -69,6 +69,7 @@ class Pool:
         self._down = [asyncio.Event() for _ in engines]
         self._down_s = [0.0] * len(engines)
         self._last_up_s = self.seated_s = 0.0
+        self.preempted = 0  # times that an engine took away a turn's cache for others
 
     @property
     def caps(self) -> contract.Caps:

@@ -39,6 +39,8 @@ class Pool(Protocol):
     @property
     def span(self) -> Callable[[], contextlib.AbstractContextManager]: ...
 
+    preempted: int
+
     @property
     def seated_s(self) -> float: ...
 
@@ -140,6 +142,7 @@ class Seat:
                 self._failed += not await self._pool.turn_failed(self, index, error)
                 continue
             if generation is not None:
+                self._pool.preempted += generation.preempted
                 before = len(request.prompt_ids) - self.rollout.prompt_tokens
                 self._pool.turn_done(self, before + len(generation.token_ids))
                 return generation

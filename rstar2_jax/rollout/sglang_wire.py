@@ -104,6 +104,7 @@ def generation(reply: Any, request: Request, rid: str, vocab_size: int) -> Gener
         reason = _finish_reason(meta["finish_reason"])
         logprobs = _logprobs(meta.get("output_token_logprobs") or [], ids)
         versions = _versions(meta, len(ids))
+        preempted = int(meta.get("num_retractions") or 0)
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise EngineError(f"the reply to {rid} cannot be read ({error!r}): {str(reply)[:200]}") from error
     limit = request.sampling.max_new_tokens
@@ -118,7 +119,11 @@ def generation(reply: Any, request: Request, rid: str, vocab_size: int) -> Gener
         if not ok:
             raise EngineError(f"the reply to {rid} is broken: {complaint}")
     return Generation(
-        token_ids=ids.astype(np.int32), logprobs=logprobs, weights_versions=versions, finish_reason=reason
+        token_ids=ids.astype(np.int32),
+        logprobs=logprobs,
+        weights_versions=versions,
+        finish_reason=reason,
+        preempted=preempted,
     )
 
 
@@ -194,6 +199,7 @@ def reply_to_generate(body: Mapping[str, Any], generation: Generation) -> dict[s
         "finish_reason": reason,
         "prompt_tokens": len(body["input_ids"]),
         "completion_tokens": len(ids),
+        "num_retractions": generation.preempted,
         "weight_versions": spans,
         "weight_version": spans[-1]["version"] if spans else "",
         "output_token_logprobs": [[p, i, None] for p, i in zip(generation.logprobs.tolist(), ids, strict=True)],

@@ -31,7 +31,7 @@ class Job:
     """One request and what it has sampled so far.
 
     reply is the caller's handle; cancelled gives the place up; serial says when it was seated last; computed is the
-    most entries that its cache has had.
+    most entries that its cache has had; preempted is how often it lost them to an older one.
     """
 
     request: Request
@@ -40,6 +40,7 @@ class Job:
     cancelled: bool = False
     serial: int = -1
     computed: int = 0
+    preempted: int = 0
     lease: kv_cache.Lease | None = None
     ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -83,6 +84,7 @@ class Job:
             logprobs=np.asarray(self.logprobs, np.float32),
             weights_versions=np.asarray(self.versions, np.int32),
             finish_reason=finish_reason,
+            preempted=self.preempted,
         )
 
 
@@ -198,6 +200,7 @@ class SlotTable:
             while job.lease and not self.cache.reserve(job.lease, job.context_tokens - 1 + min(steps, job.remaining)):
                 last = max(self.rows, key=lambda job: job.serial)
                 self.preempted += 1
+                last.preempted += 1
                 self._vacate(last)
                 self.waiting.appendleft(last)
 

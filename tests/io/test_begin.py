@@ -83,13 +83,6 @@ def test_moments_without_a_run_to_take_them_from_are_an_error(tmp_path):
     store.close()
 
 
-def test_a_schedule_that_ended_cannot_be_gone_on_with():
-    run = settings.Run(workdir="two", steps=5, init_from="one", optimizer_start="continue")
-    begin.check_start(run, settings.Optimizer(lr=1.0, schedule="constant"))
-    with pytest.raises(ValueError, match="a cosine ends with its own run .*take 'restart'"):
-        begin.check_start(run, settings.Optimizer(lr=1.0, schedule="cosine"))
-
-
 def test_a_run_goes_on_with_the_problems_that_its_cursor_counts(tmp_path):
     run = settings.Run(workdir=str(tmp_path), steps=5)
     learner = make_learner()

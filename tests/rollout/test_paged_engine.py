@@ -102,6 +102,7 @@ def test_a_sample_is_the_same_bits_when_its_pages_were_taken_and_computed_again(
     )
     assert unhurried.preempted == unhurried.recomputed_tokens == 0
     assert pressed.preempted > 0 and pressed.recomputed_tokens > 0
+    assert sum(g.preempted for g in tight) == pressed.preempted and not any(g.preempted for g in calm)
     assert [bits(g) for g in calm] == [bits(g) for g in tight]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rstar2_jax import settings
-from rstar2_jax.rollout import engine, pool, watch
+from rstar2_jax.rollout import engine, pool, sglang_wire, watch
 from rstar2_jax.types import FinishReason
 
 CAPS = engine.Caps(name="e", vocab_size=100, max_context_tokens=64, kv_tokens=64, seeded=True)
@@ -828,3 +828,22 @@ def test_progress_counts_only_while_there_is_work_and_starts_again_with_it():
     assert seen.see("b", 30.0, idle=True) is None
     assert seen.see("b", 40.0, idle=False) is None
     assert seen.see("b", 51.0, idle=False) == 11.0
+
+
+def test_a_turn_whose_cache_was_taken_away_is_counted_over_http_as_well():
+    asked = request(1)
+    told = dataclasses.replace(answer(asked, 0), preempted=2)
+    body = sglang_wire.generate_body(asked, "x/1", "")
+    assert sglang_wire.generation(sglang_wire.reply_to_generate(body, told), asked, "x/1", 100).preempted == 2
+
+    class Pressed(Replica):
+        async def generate(self, request):
+            return dataclasses.replace(await super().generate(request), preempted=2)
+
+    async def run():
+        shared = pool.Pool([Pressed("a")], settings.Fleet(probe_s=0))
+        await asyncio.gather(*(shared.generate(request(n)) for n in range(3)))
+        await shared.close()
+        return shared.preempted
+
+    assert asyncio.run(run()) == 6
