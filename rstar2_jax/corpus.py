@@ -46,7 +46,7 @@ class Curation:
     """Which problems are kept for training.
 
     Args:
-        samples: rollouts of the asked model for each problem.
+        samples: rollouts of the asked model for each problem; 0 asks no model and judges by text and answer alone.
         min_solved: a problem stays when at least this many of them give its answer (the label may be wrong below that).
         max_solved: and at most this many do (above that there is nothing to learn).
         against: evaluation sets that training must not overlap with, as pairs of a source and its path (or '').
@@ -60,7 +60,8 @@ class Curation:
     max_answer_digits: int = 18
 
     def __post_init__(self) -> None:
-        ranges.positive(self, "samples", "max_answer_digits")
+        ranges.positive(self, "max_answer_digits")
+        ranges.check(self.samples >= 0, self, "samples", "must be 0 (no model is asked) or more")
         ranges.check(
             0 <= self.min_solved <= self.max_solved, self, "min_solved", f"must be 0 to max_solved = {self.max_solved}"
         )

@@ -3,7 +3,8 @@
 By text and answer alone first (data/curation.py): huge answers, overlap with evaluation sets, near duplicates. What is
 left is asked `samples` times; a problem stays when min_solved to max_solved answers match its label. The two uses of
 the paper are settings of this one rule: label checks of a raw set (16 samples of a strong model, at least 2), and the
-hard-problem filter before stage 3 (8 samples of the stage-2 model, 8 of 8 dropped).
+hard-problem filter before stage 3 (8 samples of the stage-2 model, 8 of 8 dropped). With 0 samples no model is asked,
+and neither engine nor sandbox is opened: sets whose labels are trusted are only cleaned.
 
 Answers go into judged.jsonl chunk by chunk; the same command goes on behind the last whole chunk. In the end
 train.jsonl holds what is kept (a task reads it with source = 'jsonl'), curation.json and curation.md what was left out
@@ -20,16 +21,17 @@ import asyncio
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rstar2_jax import ask, settings
 from rstar2_jax.data import curation as rules
-from rstar2_jax.data import prompts, tables, worked
+from rstar2_jax.data import files, prompts, tables, worked
 from rstar2_jax.io import clock
 from rstar2_jax.report import console
-from rstar2_jax.types import Group
+from rstar2_jax.tools import offer
+from rstar2_jax.types import Group, Prompt
 
 PROMPTS_FILE = "train.jsonl"
 JUDGED_FILE = "judged.jsonl"
@@ -47,7 +49,7 @@ def curate(
     sandbox: settings.Sandbox,
     curation: settings.Curation,
 ) -> int:
-    """Filter the first `rollout.prompts_per_step` problems of the task's order. Returns 0.
+    """Filter the first `rollout.prompts_per_step` problems of the task's order, all of a set with fewer. Returns 0.
 
     A finished train.jsonl in the workdir is left as it is.
 
@@ -56,12 +58,14 @@ def curate(
             problem was left.
         RuntimeError: too many rollouts had no verdict through faults of ours.
     """
-    if not run.init_from:
+    if curation.samples and not run.init_from:
         raise ValueError("Run.init_from is empty: the filter needs a model to ask")
     done = Path(run.workdir) / PROMPTS_FILE
     if done.exists():
         print(f"{done} is there already; delete it to filter again")
         return 0
+    if not curation.samples:
+        return _by_text(Path(run.workdir), run.seed, task, rollout, curation)
     return asyncio.run(_curate(run, model, task, rollout, sandbox, curation))
 
 
@@ -104,6 +108,27 @@ def _evaluation(how: settings.Curation, task: settings.Task) -> list[tuple[str, 
     return found
 
 
+def _problems(
+    task: settings.Task, rollout: settings.Rollout, seed: int, length: Callable[[Prompt], int]
+) -> tuple[list[worked.Solved], str]:
+    """Each problem once, and the report of the source."""
+    source = prompts.make_source(task).within(length, rollout.max_prompt_tokens)
+    wanted = rollout.prompts_per_step
+    if isinstance(source, prompts.FiniteSource):  # its order begins anew where it ends
+        wanted = min(wanted, source.size)
+    return list({row.prompt.question: row for row in source.solved(seed, 0, wanted)}.values()), source.report
+
+
+def _by_text(workdir: Path, seed: int, task: settings.Task, rollout: settings.Rollout, how: settings.Curation) -> int:
+    chat = files.load_chat(task, offer.schemas(task))
+    rows, report = _problems(task, rollout, seed, lambda prompt: len(chat.prompt_ids(prompt.question)))
+    print(report)
+    fit, left_out = clean(rows, how, task)
+    judged = {row.prompt.id: {"solved": 0, "scored": 0, "rollouts": 0} for row in fit}
+    workdir.mkdir(parents=True, exist_ok=True)
+    return _finish(workdir, how, report, (rows, fit, left_out), judged)
+
+
 async def _curate(
     run: settings.Run,
     model: settings.Model,
@@ -115,24 +140,17 @@ async def _curate(
     workdir = Path(run.workdir)
     asked = dataclasses.replace(rollout, group_size=how.samples, oversample=how.samples)
     watch = clock.Clock(workdir)
-    total = rollout.prompts_per_step
-    with console.Console(0, f"{workdir.name}: {total} problems x {how.samples} from {run.init_from}") as screen:
+    with console.Console(0, f"{workdir.name}: problems x {how.samples} from {run.init_from}") as screen:
         async with ask.open_room(run, model, task, asked, sandbox, screen) as room:
-            source = prompts.make_source(task).within(room.tier.prompt_tokens, rollout.max_prompt_tokens)
-            screen.note(source.report)
-            rows = _once(source.solved(run.seed, 0, total))
+            rows, report = _problems(task, rollout, run.seed, room.tier.prompt_tokens)
+            screen.note(report)
             fit, left_out = clean(rows, how, task)
             screen.note(f"{len(fit)} of {len(rows)} problems are asked; left out by their text: {left_out}")
             judged = _judged(workdir / JUDGED_FILE, _identity(run, task, rollout, how))
             with watch.phase("rollout"):
                 await _ask(room, [row for row in fit if row.prompt.id not in judged], judged, workdir, screen)
             watch.save()
-        return _finish(workdir, how, source.report, (rows, fit, left_out), judged)
-
-
-def _once(rows: Sequence[worked.Solved]) -> list[worked.Solved]:
-    """Each problem once: the order of a small set begins anew before the wanted number is reached."""
-    return list({row.prompt.question: row for row in rows}.values())
+        return _finish(workdir, how, report, (rows, fit, left_out), judged)
 
 
 async def _ask(

@@ -22,7 +22,7 @@ import dataclasses
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gin
@@ -94,7 +94,22 @@ def build(resolved: Resolved) -> tuple[Callable[..., int], dict[str, Any]]:
         place = resolved.origins.get(f"settings.{field[1]}") if field else None
         raise ConfigError(f"{place}: {message}" if place else message) from error
     gin.finalize()
+    _check_deadline(resolved, arguments)
     return function, arguments
+
+
+def _check_deadline(resolved: Resolved, arguments: Mapping[str, Any]) -> None:
+    """A run's turns can end before their deadline. No rule of the settings class: tests shorten deadlines at will."""
+    rollout = arguments.get("rollout")
+    if rollout is None or rollout.deadline_s >= rollout.longest_turn_s:
+        return
+    place = resolved.origins.get("settings.Rollout.deadline_s", "default")
+    budget, longest = rollout.max_response_tokens, rollout.longest_turn_s
+    raise ConfigError(
+        f"{place}: Rollout.deadline_s = {rollout.deadline_s:g}, but a turn of max_response_tokens = {budget} takes "
+        f"{longest:g} s at 10 tokens a second, and an episode beyond its deadline is lost: set deadline_s to "
+        f"{longest:g} or more"
+    )
 
 
 def _winners(bindings: Sequence[Binding]) -> tuple[dict[Key, Binding], list[str]]:

@@ -8,6 +8,7 @@
   --steps         the same as binding settings.Run.steps
   --dry_run       parse, check, build the settings, print what would run and the plan of the learner (compiled for
                   virtual devices: tens of seconds for a large mesh), and stop: no device, no folder
+  --roles         check as well, print for a shell which processes the run has (roles.py), and stop: what launch/ asks
 
 Exit codes: 0 done; 2 the configuration or the command line is wrong (one line says where and what to write); 1 the run
 raised; any other code is the RUN function's own.
@@ -51,11 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if parsed.help:
             print(__doc__)
             return 0
-        prepare_environment(parsed.dry_run)
+        prepare_environment(parsed.dry_run or parsed.roles)
         resolved = gin_strict.resolve(parsed.gin_file, shadow_bindings(parsed))
         function, arguments = gin_strict.build(resolved)
         for warning in resolved.warnings:
             _warn(warning)
+        if parsed.roles:
+            print("\n".join(roles.facts(arguments)))
+            return 0
         if parsed.dry_run:
             print(resolved.text)
             print(f"would run {resolved.run.module}.{resolved.run.name}")
@@ -117,6 +121,7 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_integer("seed", None, "settings.Run.seed", flag_values=values)
     flags.DEFINE_integer("steps", None, "settings.Run.steps", flag_values=values)
     flags.DEFINE_boolean("dry_run", False, "print and stop", flag_values=values)
+    flags.DEFINE_boolean("roles", False, "print the processes and stop", flag_values=values)
     flags.DEFINE_boolean("help", False, "print the usage", short_name="h", flag_values=values)
     try:
         left = values(list(argv))[1:]

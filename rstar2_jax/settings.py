@@ -19,6 +19,7 @@ Fleet = hosts.Fleet
 Sandbox = hardware.Sandbox
 Sharding = hardware.Sharding
 Family = Literal["llama", "qwen2", "qwen3"]
+SLOWEST_TOKENS_PER_S = 10  # of one stream; an engine below that is held for ill
 LEAST_TEMPERATURE = 1e-6  # logits divided by far less overflow to NaN log-probabilities; SGLang's bound too
 
 
@@ -172,7 +173,9 @@ class Rollout:
         max_reply_tokens: budget of one tool reply; head and tail are kept.
         engine_slots: rows of the decode batch; one shape for the whole run (batch invariance).
         prefill_chunk_tokens: columns of the prefill batch; one shape for the whole run.
-        deadline_s: limit on any single wait of an episode (engine turn, tool call, grading).
+        deadline_s: limit on any single wait of an episode (engine turn, tool call, grading). A run is refused where a
+            turn that takes the whole budget could not meet it at 10 tokens a second (longest_turn_s): such episodes are
+            lost, and they are the long ones. It is no watch over engines: Fleet.progress_s is.
         max_staleness: steps that generation may run ahead of training; 0 is the synchronous loop of the paper.
         over_issue: share of further prompts asked beyond those needed, so that a step ends without its slowest groups,
             which are dropped and counted; 0 is off. What a step trains on depends on the clock then.
@@ -210,6 +213,11 @@ class Rollout:
         ranges.check(self.max_staleness >= 0, self, "max_staleness", "must be 0 (synchronous) or more steps")
         ranges.check(0 <= self.over_issue <= 10, self, "over_issue", "must be 0 (off) or a share up to 10")
         ranges.check(self.top_k == -1 or self.top_k > 0, self, "top_k", "must be above 0, or -1 for off")
+
+    @property
+    def longest_turn_s(self) -> float:
+        """Seconds that a turn of the whole budget takes at the slowest rate that is no fault, 10 tokens a second."""
+        return self.max_response_tokens / SLOWEST_TOKENS_PER_S
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

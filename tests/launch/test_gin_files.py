@@ -91,6 +91,7 @@ def test_every_data_overlay_goes_with_a_run_that_reads_it(data):
         "data/sft_222k.gin": "sft.gin",
         "data/openmath_42k.gin": "eval.gin",
         "data/raw_labels.gin": "curate.gin",
+        "data/raw_text.gin": "curate.gin",
     }.get(data, "stage1.gin")
     if data in (GIN / run).read_text():
         assert resolve(run).warnings == ()
@@ -121,8 +122,10 @@ def test_a_run_file_opens_with_command_hardware_time_and_score_and_stays_under_2
     assert len(text.splitlines()) <= 25
     assert all(f"{word}:" in comment for word in ("Command", "Hardware", "Time", "Expected"))
     (line,) = re.findall(r"# Command: +(.*)", comment)
-    assert f"--gin_file={run}" in line
-    named = re.findall(r"--gin_file=(\S+)", line)
+    assert f"--gin_file={run}" in line or re.fullmatch(
+        rf"(SCALE=\w+ )?sbatch --nodes=\d launch/slurm/train.sh {run}", line
+    )
+    named = re.findall(r"--gin_file=(\S+)", line) + [f"scale/{name}.gin" for name in re.findall(r"SCALE=(\w+)", line)]
     assert all((GIN / name).is_file() for name in named)
 
 
@@ -131,6 +134,29 @@ def test_nothing_in_a_shared_file_is_idle_in_every_run():
         *(set(resolve(run, scale, flags=flags_for(run, scale)).idle) for run in RUNS for scale in SCALES)
     )
     assert everywhere == set()
+
+
+@pytest.mark.parametrize("run, scale", list(itertools.product(RUNS, SCALES)))
+def test_a_turn_of_the_whole_budget_meets_its_deadline(run, scale):
+    rollout = arguments_of(run, *WITH.get(scale, [scale]), flags=flags_for(run, scale)).get("rollout")
+    assert rollout is None or rollout.deadline_s >= rollout.max_response_tokens / settings.SLOWEST_TOKENS_PER_S
+
+
+def test_a_deadline_that_loses_long_episodes_is_refused_with_the_one_that_does_not():
+    with pytest.raises(
+        gin_source.ConfigError, match=r"eval\.gin.*deadline_s = 3600.*set deadline_s to 13107\.2 or more"
+    ):
+        arguments_of("eval.gin", flags=["Rollout.max_response_tokens=131072"])
+    arguments_of("eval.gin", flags=["Rollout.max_response_tokens=131072", "Rollout.deadline_s=14000.0"])
+
+
+def test_raw_sets_are_curated_whole_and_the_hard_problems_out_of_as_many_as_the_stages_have():
+    for rules, samples, least in (("raw_labels", 16, 2), ("raw_text", 0, 0)):
+        found = arguments_of("curate.gin", "data/openmath_reasoning.gin", f"data/{rules}.gin")
+        assert found["rollout"].prompts_per_step == 10**6  # OpenMathReasoning has 3.1e5 problems
+        assert (found["curation"].samples, found["curation"].min_solved) == (samples, least)
+    found = arguments_of("curate.gin")
+    assert (found["rollout"].prompts_per_step, found["curation"].samples, found["curation"].max_solved) == (42000, 8, 7)
 
 
 def test_the_paper_s_stages_have_its_numbers():

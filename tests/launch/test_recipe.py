@@ -13,6 +13,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
+STAGES = ("sft", "stage1", "stage2", "stage3")
+
+
 def recipe(*words, **env):
     path = os.pathsep.join([str(ROOT), str(ROOT / "sandbox")])
     given = {**os.environ, "VENV": sys.prefix, "PYTHONPATH": path, **env}
@@ -26,13 +29,19 @@ def test_the_whole_recipe_of_the_paper_says_what_it_would_run(tmp_path):
     done = recipe("qwen3_14b", "mi300x_64", "--dry_run", RUNS=str(runs), REDIS="redis://127.0.0.1:6379")
     assert done.returncode == 0, done.stderr[-2000:]
     parts = re.findall(r"^recipe: (.*)", done.stdout, re.MULTILINE)
-    assert parts[:7] == ["eval_base", "sft", "eval_sft", "stage1", "stage2", "curate", "stage3"]
-    assert parts[7:] == ["eval_aime24", "eval_aime25", "eval_hmmt25", "eval_math_500", "export"]
+    every = ("aime24", "aime25")
+    assert parts[:6] == [*(f"eval_base_{s}" for s in every), "sft", *(f"eval_sft_{s}" for s in every), "stage1"]
+    assert [part for part in parts if not part.startswith("eval")] == [*STAGES[:3], "curate", "stage3", "export"]
+    last = [part for part in parts if part.startswith("eval_stage3")]
+    assert last == [f"eval_stage3_{name}" for name in (*every, "hmmt25", "math_500")]
     told = dict(zip(parts, re.split(r"^recipe: .*\n", done.stdout, flags=re.MULTILINE)[1:], strict=True))
     for stage, steps in (("sft", 5203), ("stage1", 300), ("stage2", 85), ("stage3", 125)):
         assert f"steps = {steps}" in told[stage]
     assert f"init_from = '{runs}/stage2'" in told["stage3"] and f"path = '{runs}/curate'" in told["stage3"]
-    assert "prompts_per_step = 500" in told["eval_math_500"] and "source = 'math_500'" in told["eval_math_500"]
+    assert (
+        "prompts_per_step = 500" in told["eval_stage3_math_500"]
+        and "source = 'math_500'" in told["eval_stage3_math_500"]
+    )
     assert not runs.exists()
 
 

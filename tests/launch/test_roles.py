@@ -46,6 +46,38 @@ def test_a_run_without_engine_or_tools_is_its_own_command_alone():
     assert trainer == "  trainer x 1, one on each node of its mesh\n    python -m rstar2_jax.launch --gin_file=sft.gin"
 
 
+def facts(capsys, *files, flags=()):
+    words = ["launch", *(f"--gin_file={name}" for name in files), *flags, "--roles"]
+    assert launch.main(words) == 0
+    return dict(line.split("=", 1) for line in capsys.readouterr().out.splitlines())
+
+
+def test_a_shell_is_told_which_processes_a_run_has(capsys):
+    stage = facts(capsys, "stage3.gin", "scale/mi300x_64.gin", flags=[REDIS])
+    assert stage.pop("SERVER_FLAGS").startswith("'--model-path models/Qwen3-14B-Base --load-format dummy --tp-size 1 ")
+    assert stage == {"PROCESSES": "8", "PLATFORM": "''", "MEMORY_SHARE": "0.45", "SERVERS": "64", "SANDBOX": "1"}
+    tuned = facts(capsys, "sft.gin", "scale/mi300x_64.gin")
+    assert (tuned["PROCESSES"], tuned["SERVERS"], tuned["SANDBOX"], tuned["PLATFORM"]) == ("8", "0", "0", "''")
+    asked = facts(capsys, "eval.gin", "scale/mi300x_64.gin", flags=[REDIS])
+    assert (asked["PROCESSES"], asked["SERVERS"], asked["SANDBOX"], asked["PLATFORM"]) == ("1", "64", "1", "cpu")
+    assert "--context-length 32769" in asked["SERVER_FLAGS"]
+    box = facts(capsys, "eval.gin", "model/box.gin", "scale/box.gin")
+    assert (box["SERVERS"], box["SANDBOX"], box["PLATFORM"]) == ("0", "1", "''")
+
+
+def test_curation_by_text_alone_has_one_process_and_nothing_beside_it(capsys):
+    sets = ("curate.gin", "scale/mi300x_64.gin", "data/dapo_17k.gin", "data/raw_text.gin")
+    found = facts(capsys, *sets, flags=[REDIS])
+    assert (found["PROCESSES"], found["SERVERS"], found["SANDBOX"], found["PLATFORM"]) == ("1", "0", "0", "cpu")
+
+
+def test_a_run_that_only_hands_weights_on_keeps_them_off_the_devices(monkeypatch, capsys):
+    monkeypatch.setattr(launch.run_record, "plan_lines", lambda arguments, environment: [])
+    assert launch.main(["launch", "--gin_file=eval.gin", "--gin_file=scale/mi300x_8.gin", "--dry_run"]) == 0
+    text = capsys.readouterr().out.split("roles:")[1]
+    assert "JAX_PLATFORMS=cpu python -m rstar2_jax.launch --gin_file=eval.gin" in text and "MEM_FRACTION" not in text
+
+
 def test_a_range_in_brackets_stands_for_all_of_it():
     fleet = settings.Fleet(engines=("http://n[08-10]:[1-2]", "http://other:5"))
     assert fleet.addresses == (
