@@ -5,9 +5,9 @@
     GET  /health                  200 while the engine lives, 503 otherwise; counts
 
 A fault of ours is a 5xx (in the middle of a stream: an error event and no [DONE]), never an answer. A client that goes
-away takes its episodes with it; one that reads slowly is waited for, but no longer than Rollout.deadline_s for one
-event: one that never reads is dropped, and its places are free again. Bodies must be declared as JSON, so that a web
-page cannot make a browser post them here.
+away takes its episodes with it; one that reads slowly is waited for, but no longer than Rollout.deadline_s, and ten
+minutes, for one event: one that never reads is dropped, and its places are free again. Bodies must be declared as
+JSON, so that a web page cannot make a browser post them here.
 
 Deliberately not here: authentication and TLS (a proxy's work), and records of what was asked.
 """
@@ -36,6 +36,7 @@ from rstar2_jax.types import Prompt, StopReason, Trajectory
 _LOG = logging.getLogger(__name__)
 MAX_BODY_BYTES = 8 * 2**20
 _TIMELINE_S = 60.0
+_MOST_STALLED_S = 600.0  # a long budget lengthens a turn, not a client's patience
 _STATUS_OF_FAULT = {"deadline": 504, "engine": 503, "tool": 503}
 
 
@@ -241,7 +242,7 @@ class Front:
             await self._taken(response.write_eof())
             return response
         except _StalledError:
-            _LOG.warning("a client that read nothing of its stream for %g s is dropped", self._rollout.deadline_s)
+            _LOG.warning("a client that read nothing of its stream for %g s is dropped", self._stalled_s)
             if http.transport is not None:
                 http.transport.abort()  # to close it in order would wait for the client once more
             return response
@@ -249,10 +250,14 @@ class Front:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
+    @property
+    def _stalled_s(self) -> float:
+        return min(self._rollout.deadline_s, _MOST_STALLED_S)
+
     async def _taken(self, written: Awaitable[None]) -> None:
-        """Raises _StalledError where the client takes nothing for as long as an episode may wait for anything."""
+        """Raises _StalledError where the client takes nothing for as long as it may."""
         try:
-            async with asyncio.timeout(self._rollout.deadline_s):
+            async with asyncio.timeout(self._stalled_s):
                 await written
         except TimeoutError:
             raise _StalledError from None

@@ -57,7 +57,8 @@ def _rows(runs: Path, model: str) -> list[dict[str, Any]]:
 
 
 def _row(entry: Mapping[str, Any]) -> dict[str, Any]:
-    most = {name: list(entry.get(name, {}).items())[-1:] for name in ("pass_at", "maj_at")}
+    several = {name: {k: v for k, v in entry.get(name, {}).items() if k != "1"} for name in ("pass_at", "maj_at")}
+    most = {name: list(values.items())[-1:] for name, values in several.items()}
     return {
         "set": entry["set"],
         "problems": entry.get("problems"),

@@ -45,6 +45,7 @@ exec sleep 1000
 """,
     "python": """
 case "$*" in
+    *data.join*) echo "joined ${@: -3}"; exit ;;
     *report.recipe*) echo "the table of ${@: -1}"; exit ;;
     *rstar2_sandbox*) echo "$3 ${*: -1}" >>"$LOG/sandbox"; echo $$ >>"$LOG/pids"; exec sleep 1000 ;;
 esac
@@ -231,6 +232,19 @@ def test_without_a_cluster_the_same_parts_run_one_after_another_and_a_finished_o
     assert third.returncode == 0 and log(cluster, "started")[-1] == "eval_sft_aime24 1 gpu"
     fourth = run(cluster, *HERE, "--steps=7", **more)
     assert fourth.returncode == 0 and "is finished" not in fourth.stdout  # other flags are another run
+
+
+def test_the_same_job_makes_the_training_problems_before(cluster):
+    done = run(cluster, "launch/slurm/recipe.sh", "data", "qwen3_32b", SLURM_JOB_ID="8")
+    runs = cluster[0] / "runs"
+    sets = ("openmath_reasoning", "dapo_17k", "project_euler")
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^data: (\S+)$", done.stdout, re.MULTILINE) == list(sets)
+    assert done.stdout.endswith(f"joined {' '.join(str(runs / name) for name in sets)}\n")
+    asked = (runs / "openmath_reasoning" / "train.jsonl").read_text()
+    assert "--gin_file=model/qwen3_32b.gin" in asked and "--gin_file=data/raw_labels.gin" in asked
+    assert "Run.init_from=%MODEL_FOLDER" in asked
+    assert "--gin_file=data/raw_text.gin" in (runs / "dapo_17k" / "train.jsonl").read_text()
 
 
 def test_several_nodes_are_refused_where_there_is_one_process(cluster):
