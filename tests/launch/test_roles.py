@@ -54,7 +54,9 @@ def facts(capsys, *files, flags=()):
 
 def test_a_shell_is_told_which_processes_a_run_has(capsys):
     stage = facts(capsys, "stage3.gin", "scale/mi300x_64.gin", flags=[REDIS])
-    assert stage.pop("SERVER_FLAGS").startswith("'--model-path models/Qwen3-14B-Base --load-format dummy --tp-size 1 ")
+    assert stage.pop("SERVER_FLAGS").startswith(
+        "'--model-path models/Qwen3-14B-Base --load-format dummy --dtype bfloat16 "
+    )
     assert stage == {"PROCESSES": "8", "PLATFORM": "''", "MEMORY_SHARE": "0.45", "SERVERS": "64", "SANDBOX": "1"}
     tuned = facts(capsys, "sft.gin", "scale/mi300x_64.gin")
     assert (tuned["PROCESSES"], tuned["SERVERS"], tuned["SANDBOX"], tuned["PLATFORM"]) == ("8", "0", "0", "''")
