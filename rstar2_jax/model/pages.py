@@ -61,9 +61,10 @@ def windows(
     b, t = tables.shape
     _, k, d, p = keys.shape
     rows = _gathered(keys, tables.reshape(-1)).reshape(b, t, k, d, p).transpose(0, 2, 3, 1, 4)
-    columns = _gathered(values, tables.reshape(-1)).reshape(b, t, k, p, d).transpose(0, 2, 1, 3, 4)
-    there = jnp.arange(t * p) < filled[:, None]
-    return rows.reshape(b, k, d, t * p), jnp.where(there[:, None, :, None], columns.reshape(b, k, t * p, d), 0)
+    columns = _gathered(values, tables.reshape(-1)).reshape(b, t, k, p, d)
+    there = (jnp.arange(t * p) < filled[:, None]).reshape(b, t, 1, p, 1)
+    columns = jnp.where(there, columns, 0).transpose(0, 2, 1, 3, 4)
+    return rows.reshape(b, k, d, t * p), columns.reshape(b, k, t * p, d)
 
 
 def write_in_windows(
