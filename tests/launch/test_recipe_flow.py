@@ -173,7 +173,7 @@ def test_one_job_runs_every_part_with_the_processes_that_it_needs(cluster):
     assert sorted(started) == sorted(alone + meshes)  # the stub of srun runs one task whatever the nodes
     with_servers = [part for part in PARTS if part not in ("sft", "export")]
     assert len(log(cluster, "servers")) == 8 * len(with_servers)
-    assert log(cluster, "servers")[0] == "-m sglang.launch_server --context-length 99 --port 30000"
+    assert "-m sglang.launch_server --context-length 99 --port 30000" in log(cluster, "servers")[:8]
     roles = [line.split()[0] for line in log(cluster, "sandbox")]
     assert set(roles) == {"master", "worker"} and len(roles) <= 2 * len(with_servers)
     assert alive(cluster) == []
