@@ -38,7 +38,8 @@ class Rows(NamedTuple):
 
     token: last id of the row that samples in this lane, not yet in the cache; position: its index, -1 for a lane in
     which nothing is sampled; start: step of the call in which it begins; remaining: ids it may still sample;
-    seed_words: u32[b, 2]; stop_ids: i32[b, MAX_STOP_IDS]; table: i32[b, t], pages of the row that sits in the lane.
+    seed_words: u32[b, 2]; stop_ids: i32[b, MAX_STOP_IDS]; table: i32[b, t], pages of the row that sits in the lane;
+    filled: entries that these hold before the call.
     """
 
     token: Any
@@ -51,6 +52,7 @@ class Rows(NamedTuple):
     top_p: Any
     stop_ids: Any
     table: Any
+    filled: Any
 
 
 class Given(NamedTuple):
@@ -87,6 +89,7 @@ def empty_rows(lanes: int, pages: int) -> Rows:
         top_p=np.ones(lanes, np.float32),
         stop_ids=np.full((lanes, MAX_STOP_IDS), _NO_STOP, np.int32),
         table=np.zeros((lanes, pages), np.int32),
+        filled=np.zeros(lanes, np.int32),
     )
 
 
@@ -127,8 +130,7 @@ def step(
     """
     lanes, windows = rows.token.shape[0], None
     if in_windows(rows.table.shape[1], cache[0][1].shape[2]):
-        filled = _first_places(rows, given)
-        windows = tuple(pages.windows(*entry, rows.table, filled) for entry in cache)
+        windows = tuple(pages.windows(*entry, rows.table, rows.filled) for entry in cache)
     last_given = jnp.max(jnp.where(jnp.any(given.position >= 0, axis=1), jnp.arange(1, MAX_STEPS + 1), 0))
 
     def wanted(state):
@@ -163,13 +165,6 @@ def step(
     start = (jnp.int32(0), rows.token, rows.position, rows.remaining, 0, cache, windows, ids, logprobs)
     done, *_, cache, _, ids, logprobs = jax.lax.while_loop(wanted, advance, start)
     return cache, ids, logprobs, done
-
-
-def _first_places(rows, given):
-    """The first place that each lane's own row writes in a call: all before it are filled; 0 for a lane without one."""
-    places = jnp.concatenate([given.position, rows.position[None]])
-    first = jnp.min(jnp.where(places < 0, jnp.iinfo(jnp.int32).max, places), axis=0)
-    return jnp.where(jnp.any(places >= 0, axis=0), first, 0)
 
 
 def _sample(model, params, hidden, position, rows):

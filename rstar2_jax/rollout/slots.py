@@ -261,7 +261,7 @@ class SlotTable:
             rows.temperature[lane], rows.top_k[lane] = sampling.temperature, sampling.top_k
             rows.top_p[lane] = sampling.top_p
             rows.stop_ids[lane] = device.padded_stop_ids(sampling.stop_ids)
-            rows.table[lane, : len(pages)] = pages
+            rows.table[lane, : len(pages)], rows.filled[lane] = pages, job.held.filled
         return rows
 
     def record(
