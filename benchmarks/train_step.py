@@ -10,8 +10,8 @@ gradient clipped. They take turns, each in its own process and environment (benc
     --load NAME      full, ragged or both (default both)
     --rounds N       turns of each contestant (default 7)
     --json           print one JSON object instead of a table
-    --microbatch_rows N  how many of its 16 rows ours takes at once (default 4, for the memory; 16 is as fast, and
-                     what the others do)
+    --microbatch_rows N  how many of its 16 rows ours takes at once (default 4, for the memory and for
+                     whole rows; 16 is faster on ragged ones, and what the others do)
     --only NAME      one contestant alone, with its errors shown (ours, tunix, torch)
 """
 
