@@ -16,10 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from rstar2_jax import begin, settings
-from rstar2_jax.model import decoder
 from rstar2_jax.report import console
 from rstar2_jax.rollout import deadline, groups, tier
 from rstar2_jax.types import Group, Prompt
@@ -61,19 +58,13 @@ async def open_room(
     async with tier.open_tier(workdir, model, task, rollout, sandbox, report=screen.note) as rooms:
         weights = str(workdir / "weights")
         publish.prepare(weights, -1)
-        params = begin.load_params(run.init_from, model, run.seed, _host(model))
+        params = begin.load_params(run.init_from, model, run.seed)
         publish.publish(params, model, weights, 0, dtype=rollout.fleet.published_dtype(model.compute_dtype), keep=1)
         del params
         await rooms.engine.update_weights(weights, 0)
         sampler = rooms.sampler(rollout, settings.Roc(reject_equal=False), run.seed)
         await rooms.warm_up("1", rollout)
         yield Room(tier=rooms, sampler=sampler)
-
-
-def _host(model: settings.Model) -> Any:
-    """The host's memory as the place of every parameter."""
-    memory = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    return jax.tree.map(lambda _: memory, decoder.abstract_params(model))
 
 
 def identity(run: settings.Run, task: settings.Task, rollout: settings.Rollout) -> dict[str, Any]:
