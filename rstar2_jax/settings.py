@@ -340,7 +340,7 @@ class Learner:
         remat: what a layer keeps for the backward pass: `none` (all of it), `block` (its input and its attention),
             `full` (its input alone) or `offload` (that in the memory of the hosts); less memory, more seconds.
         offload: `moments` keeps Adam's in the memory of the hosts, 8 bytes a parameter less on the devices; `none`.
-        attention: `portable`, or a device's fused kernel (`aiter`, see model/fused.py).
+        attention: `portable`, or a device's fused kernel (`aiter`, `transformer_engine`: model/fused.py).
         device: what the plan of --dry_run is held against.
     """
 
@@ -353,14 +353,14 @@ class Learner:
     sharding: Sharding = Sharding()
     remat: Literal["none", "block", "full", "offload"] = "none"
     offload: Literal["none", "moments"] = "none"
-    attention: Literal["portable", "aiter"] = "portable"
+    attention: Literal["portable", "aiter", "transformer_engine"] = "portable"
     device: Device = Device()
 
     def __post_init__(self) -> None:
         ranges.positive(self, "microbatch_rows", "row_tokens", "minibatches")
         ranges.one_of(self, "remat", ("none", "block", "full", "offload"))
         ranges.one_of(self, "offload", ("none", "moments"))
-        ranges.one_of(self, "attention", ("portable", "aiter"))
+        ranges.one_of(self, "attention", ("portable", "aiter", "transformer_engine"))
         ranges.check(
             len(self.mesh) == 3 and all(n > 0 for n in self.mesh), self, "mesh", "must be three counts above 0"
         )

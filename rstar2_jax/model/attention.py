@@ -27,7 +27,6 @@ DENSE_TOKENS = 1024  # longest row whose softmax weights are kept
 QUERY_BLOCK_TOKENS = 128  # of the dense form: half of the square is never computed
 MAX_QUERY_BLOCKS = 4  # bounds the size of the compiled program
 BLOCK_TOKENS = 512  # of the blockwise form, queries and keys alike
-KEPT = "attention"  # what a rematerialisation policy may keep: the output and the normaliser of attention
 
 
 def causal(
@@ -48,7 +47,7 @@ def causal(
     heads, rows = ("rows", None, "heads", None), ("rows", None)
     if layout is None:
         return _local(q, k, v, segment_ids)
-    local = fused.aiter if layout.attention == "aiter" else _local
+    local = _local if layout.attention == "portable" else fused.KERNELS[layout.attention]
     return layout.spread(local, [heads, heads, heads, rows], heads)(q, k, v, segment_ids)
 
 
@@ -79,7 +78,7 @@ def _dense_fwd(q: Any, k: Any, v: Any, segments: Any) -> Any:
         out = _pairs(_flat(weights), values[:, :, :hi], 3, 2).reshape(b, kv, h // kv, hi - lo, d)
         outs.append((out * inverse).astype(q.dtype))
         kept.append((weights, inverse))
-    out = checkpoint_name(ops.ungroup(_along(outs)), KEPT)
+    out = checkpoint_name(ops.ungroup(_along(outs)), ops.KEPT)
     return out, (grouped, keys, values, kept, out)
 
 
@@ -172,7 +171,7 @@ def _forward(q: Any, k: Any, v: Any, segments: Any) -> tuple[jax.Array, jax.Arra
 
 
 def _blockwise_fwd(q: Any, k: Any, v: Any, segments: Any) -> Any:
-    out, logs = (checkpoint_name(x, KEPT) for x in _forward(q, k, v, segments))
+    out, logs = (checkpoint_name(x, ops.KEPT) for x in _forward(q, k, v, segments))
     return out, (q, k, v, segments, out, logs)
 
 

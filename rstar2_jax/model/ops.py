@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+KEPT = "attention"  # what a rematerialisation policy may keep: the output and the normaliser of attention
 MASKED = -1e30  # finite, so that a row whose keys are all masked is uniform and never NaN
 
 

@@ -22,11 +22,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from rstar2_jax import settings
-from rstar2_jax.model import attention, decoder, embedding, ops, sharding
+from rstar2_jax.model import decoder, embedding, ops, sharding
 
 _INPUT = "layer_input"
 _POLICIES = {
-    "block": jax.checkpoint_policies.save_only_these_names(attention.KEPT),
+    "block": jax.checkpoint_policies.save_only_these_names(ops.KEPT),
     "full": jax.checkpoint_policies.nothing_saveable,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import functools
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rstar2_jax.model import attention, fused, sharding
+from rstar2_jax.model import attention, fused, ops, sharding
 
 
 def made(tokens, rows=2, seed=0, heads=4, kv_heads=2, dim=8):
@@ -124,22 +128,202 @@ def test_boundaries_of_a_fused_kernel_are_the_runs_of_the_ids_and_too_many_are_s
     assert not fused.boundaries(segments_of((1,) * 32, (32,)))[1]
 
 
-def test_a_fused_kernel_that_is_absent_is_refused_with_what_to_do():
+def test_runs_of_a_row_are_its_segments_and_its_padding_and_too_many_are_seen():
+    lengths, starts, fits = fused.runs(segments_of((3, 2), (6,)))
+    assert lengths.tolist() == [[3, 2, 1, -1, -1, -1], [6, -1, -1, -1, -1, -1]]
+    assert starts.tolist() == [[0, 3, 5, -1, -1, -1, -1], [0, -1, -1, -1, -1, -1, -1]]
+    assert not fits  # three in a row that is built for one
+    assert fused.runs(segments_of((20, 12), (7, 25)))[2]
+    assert not fused.runs(segments_of((20, 12), (7, 13, 12)))[2]
+
+
+class Engine(types.ModuleType):
+    """A stand-in for transformer_engine.jax.attention, whose real kernel has never run here.
+
+    Names, order of arguments, enumerations and the way from lengths and beginnings to segments are those of version
+    2.20 (`asks_for_rows`) or of 2.10 to 2.19. It computes with the portable form, and outside of a compiled function,
+    so that it can look at what it is handed. Not modelled: which sizes have a kernel, the kernel's numbers.
+    """
+
+    class AttnBiasType(enum.Enum):
+        NO_BIAS = 0
+
+    class AttnMaskType(enum.Enum):
+        CAUSAL_MASK = 2
+        PADDING_CAUSAL_MASK = 3
+
+    class QKVLayout(enum.Enum):
+        BSHD_BSHD_BSHD = 0
+        THD_THD_THD = 1
+
+    class AttnSoftmaxType(enum.Enum):
+        VANILLA_SOFTMAX = 0
+
+    class SequenceDescriptor:
+        @classmethod
+        def from_seqlens_and_offsets(cls, seqlens, seq_offsets):
+            made = cls()
+            made.lengths, made.starts = (np.asarray(a) for a in (seqlens[0], seq_offsets[0]))
+            assert all((np.asarray(pair[0]) == np.asarray(pair[1])).all() for pair in (seqlens, seq_offsets))
+            return made
+
+    def __init__(self, asks_for_rows=True, has_kernel=True):
+        super().__init__("transformer_engine.jax.attention")
+        self.has_kernel, self.told, self.asked = has_kernel, False, None
+        if not asks_for_rows:
+            self.is_fused_attn_kernel_available = self.is_fused_attn_kernel_available_before_2_20
+
+    @contextlib.contextmanager
+    def global_shard_guard(self, resource):
+        self.told = resource == "no axis"
+        yield
+        self.told = False
+
+    def is_fused_attn_kernel_available(
+        self, is_training, batch_size, q_dtype, kv_dtype, qkv_layout, attn_bias_type, attn_mask_type, softmax_type,
+        dropout_probability, q_num_heads, kv_num_heads, q_max_seqlen, kv_max_seqlen, head_dim_qk, head_dim_v,
+        window_size=None, return_max_logit=False, bottom_right_diagonal=None, bias_batch=None, bias_heads=None,
+        bias_seqlen_q=None, bias_seqlen_kv=None, max_segments_per_seq=1,
+    ):  # fmt: skip
+        assert (batch_size, max_segments_per_seq) == (2, 4)
+        return self.is_fused_attn_kernel_available_before_2_20(
+            is_training, q_dtype, kv_dtype, qkv_layout, attn_bias_type, attn_mask_type, softmax_type,
+            dropout_probability, q_num_heads, kv_num_heads, q_max_seqlen, kv_max_seqlen, head_dim_qk, head_dim_v,
+        )  # fmt: skip
+
+    def is_fused_attn_kernel_available_before_2_20(
+        self, is_training, q_dtype, kv_dtype, qkv_layout, attn_bias_type, attn_mask_type, softmax_type,
+        dropout_probability, q_num_heads, kv_num_heads, q_max_seqlen, kv_max_seqlen, head_dim_qk, head_dim_v,
+        window_size=None,
+    ):  # fmt: skip
+        self.asked = (attn_bias_type, attn_mask_type, qkv_layout, softmax_type, dropout_probability, is_training)
+        sizes = (q_num_heads, kv_num_heads, q_max_seqlen, kv_max_seqlen, head_dim_qk, head_dim_v)
+        assert (sizes, q_dtype, kv_dtype) == ((4, 2, 50, 50, 8, 8), jnp.float32, jnp.float32)
+        return self.has_kernel
+
+    def fused_attn(
+        self, qkv, bias, sequence_descriptor, seed, attn_bias_type, attn_mask_type, qkv_layout, softmax_type,
+        scaling_factor, dropout_probability, is_training, max_segments_per_seq=1, window_size=None,
+        context_parallel_strategy=None, context_parallel_causal_load_balanced=False, context_parallel_axis="",
+        context_checkpoint_name="context", softmax_offset=None,
+    ):  # fmt: skip
+        assert self.told and bias is None and seed is None and context_checkpoint_name == ops.KEPT
+        taken = (attn_bias_type, attn_mask_type, qkv_layout, softmax_type, dropout_probability, is_training)
+        assert taken == self.asked == (
+            self.AttnBiasType.NO_BIAS, self.AttnMaskType.PADDING_CAUSAL_MASK, self.QKVLayout.THD_THD_THD,
+            self.AttnSoftmaxType.VANILLA_SOFTMAX, 0.0, True,
+        )  # fmt: skip
+        q, k, v = qkv
+        lengths, starts = sequence_descriptor.lengths, sequence_descriptor.starts
+        assert lengths.shape == q.shape[:2] and starts.shape == (q.shape[0], q.shape[1] + 1)
+        ids = self.segments(lengths, starts, max_segments_per_seq)
+        return attention.dense(q * (scaling_factor * q.shape[-1] ** 0.5), k, v, jnp.asarray(ids))
+
+    @staticmethod
+    def segments(lengths, starts, most):
+        """Ids of the rows, by its rule: what is no -1 is joined over the rows, beginnings counted from the first."""
+        rows, tokens = lengths.shape
+        begins = np.where(starts >= 0, starts + np.arange(rows)[:, None] * tokens, -1)
+        begins, lengths = begins[begins >= 0], lengths[lengths > 0]
+        ids = np.zeros(rows * tokens, np.int32)
+        for number, (begin, length) in enumerate(zip(begins[: rows * most], lengths[: rows * most], strict=True)):
+            ids[begin : begin + length] = number + 1
+        return ids.reshape(rows, tokens)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Puts an Engine where the package would be."""
+
+    def install(**options):
+        made = Engine(**options)
+        sharding_module = types.ModuleType("transformer_engine.jax.sharding")
+        sharding_module.MeshResource, sharding_module.global_shard_guard = lambda: "no axis", made.global_shard_guard
+        for name in ("transformer_engine", "transformer_engine.jax"):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        monkeypatch.setitem(sys.modules, sharding_module.__name__, sharding_module)
+        monkeypatch.setitem(sys.modules, made.__name__, made)
+        return made
+
+    fused._engine.cache_clear()
+    yield install
+    fused._engine.cache_clear()
+
+
+ONE = sharding.Layout(sharding.make_mesh((1, 1, 1)), attention="transformer_engine")
+
+
+@pytest.mark.parametrize("asks_for_rows", [True, False])
+@pytest.mark.parametrize("lengths", [((50,), (50,)), ((3, 30, 7), (40, 10)), ((20, 20, 10), (5, 6, 7))])
+def test_what_transformer_engine_is_handed_gives_the_portable_numbers(engine, lengths, asks_for_rows):
+    engine(asks_for_rows=asks_for_rows)
+    segments = jnp.pad(segments_of(*lengths), ((0, 0), (50 - max(map(sum, lengths)), 0)))  # on the left as well
+    q, k, v = made(50)
+
+    def run(layout, *arrays):
+        out = attention.causal(*arrays, segments, layout)
+        return jnp.sum(jnp.sin(out)), out
+
+    for got, want in zip(*(jax.value_and_grad(functools.partial(run, layout), (0, 1, 2), has_aux=True)(q, k, v)
+                           for layout in (ONE, None)), strict=True):  # fmt: skip
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-6, rtol=1e-5), got, want)
+
+
+def test_rows_of_more_segments_than_transformer_engine_was_built_for_are_nan(engine):
+    engine()
+    assert np.isnan(attention.causal(*made(50), segments_of((10,) * 5, (50,)), ONE)).all()
+
+
+def test_sizes_that_transformer_engine_has_no_kernel_for_are_refused(engine):
+    engine(has_kernel=False)
+    with pytest.raises(
+        ValueError, match="'transformer_engine'.*no fused kernel for float32 rows of 50 tokens.*portable"
+    ):
+        attention.causal(*made(50), segments_of((50,), (50,)), ONE)
+
+
+@pytest.mark.parametrize("name", fused.KERNELS)
+def test_a_fused_kernel_that_is_absent_is_refused_with_what_to_do(name, monkeypatch):
     fused.require("portable", "float32")
-    if jax.default_backend() == "cpu":
-        with pytest.raises(ValueError, match="Learner.attention = 'aiter'.*'portable'"):
-            fused.require("aiter", "bfloat16")
+    monkeypatch.setitem(sys.modules, fused._SOURCES[name][0], None)
+    with pytest.raises(ValueError, match=f"Learner.attention = '{name}', but this .* install .* 'portable'"):
+        fused.require(name, "bfloat16")
+
+
+@pytest.mark.parametrize("name", fused.KERNELS)
+def test_a_fused_kernel_is_refused_on_cpus_and_in_another_dtype(name, engine, monkeypatch):
+    module = engine()
+    if name == "aiter":
+        monkeypatch.setattr(fused.importlib, "import_module", lambda _: module)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    with pytest.raises(ValueError, match=f"'{name}' needs a ROCm device.*'portable'"):
+        fused.require(name, "bfloat16")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match=f"'{name}' computes in bfloat16, but Model.compute_dtype = 'float32'"):
+        fused.require(name, "float32")
+    fused.require(name, "bfloat16")
+
+
+def test_a_transformer_engine_of_other_arguments_is_refused(engine, monkeypatch):
+    engine()
+    monkeypatch.delattr(Engine, "AttnSoftmaxType")
+    with pytest.raises(ValueError, match="'transformer_engine'.* older than 2.10: install .* 'portable'"):
+        fused.require("transformer_engine", "bfloat16")
 
 
 @pytest.mark.skipif(jax.default_backend() == "cpu", reason="needs a ROCm device")
-def test_a_fused_kernel_gives_the_numbers_of_the_portable_form():
-    fused.require("aiter", "bfloat16")
-    segments = segments_of((700, 300, 24), (1024,))
+@pytest.mark.parametrize("name", fused.KERNELS)
+def test_a_fused_kernel_gives_the_numbers_of_the_portable_form(name):
+    try:
+        fused.require(name, "bfloat16")
+    except ValueError as error:
+        pytest.skip(str(error))
+    segments = segments_of((700, 300), (1024,))  # and padding
     q, k, v = (x.astype(jnp.bfloat16) for x in made(1024, dim=64))
 
     def run(form, *arrays):
         return jnp.sum(form(*arrays, segments).astype(jnp.float32) ** 2)
 
-    forms = (fused.aiter, attention.dense)
+    forms = (fused.KERNELS[name], attention.dense)
     got, want = (jax.jit(jax.value_and_grad(functools.partial(run, form), (0, 1, 2)))(q, k, v) for form in forms)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.05, rtol=0.05), got, want)
