@@ -7,7 +7,7 @@ A kernel that is asked for and absent is refused before anything runs. Its numbe
 test that runs where the kernel does; nothing here has run on a device yet.
 
 Both kernels are told of runs of one id, padding like any other: then no token lies between the segments, and padding
-sees padding only. One run for SHORTEST_MEAN tokens is what they are built for; rows that hold more come out as NaN
+sees its own run only. One run for SHORTEST_MEAN tokens is what they are built for; rows that hold more come out as NaN
 throughout, so that a wrong boundary can never pass unseen.
 
 Deliberately not here: the choice of the kernel (attention.py) and kernels for decoding.
