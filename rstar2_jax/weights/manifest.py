@@ -21,7 +21,7 @@ import json
 import math
 import pathlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,8 @@ MAX_CHUNK_BYTES = 64 * 2**20
 MIN_CHUNK_BYTES = 32 * 2**10  # smaller ones cost more in names than they save in reading
 READER_CUTS = 8  # tensor-parallel readers, at most, that each read only their own part
 DTYPES = ("float32", "bfloat16")
-_LINE, _LINES = 1024, 128  # words of a line, lines of a block: what a block holds stays in a core's cache
+_LINE, _LINES = 1024, 128  # words of a line, lines of a block
+BLOCK_BYTES = 8 * _LINE * _LINES  # what a checksum takes at a time: it stays in a core's cache
 _ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")  # cut along their inputs; all others along their first axis
 
 Box = tuple[slice, ...]
@@ -80,6 +81,11 @@ class Entry:
             for i, chunk, n in zip(at, self.chunks, self.shape, strict=True)
         )
 
+    def key(self, name: str, index: int) -> str:
+        """What chunk `index` of the tensor of this name is called in its database."""
+        at = np.unravel_index(index, self.grid) if self.grid else ()
+        return "/".join((name, "c", *map(str, at)))
+
     def covering(self, box: Box) -> Iterator[int]:
         """Indices of the chunks that hold some of a box."""
         ranges = [range(s.start // c, -(-s.stop // c)) for s, c in zip(box, self.chunks, strict=True)]
@@ -98,7 +104,11 @@ class Manifest:
 
     def checksum(self, array: np.ndarray) -> int:
         """Checksum of a chunk as this version's writer made it."""
-        return checksum(array) if self.format == FORMAT else zlib.crc32(_bytes(array).data)
+        return checksum(array, self.extended)
+
+    def extended(self, crc: int, block: np.ndarray) -> int:
+        """That of some bytes, given the checksum of those before the last block (`extended`)."""
+        return extended(crc, block) if self.format == FORMAT else zlib.crc32(block.data, crc)
 
     @property
     def digest(self) -> str:
@@ -123,25 +133,32 @@ def committed_versions(root: str | pathlib.Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal() and (folder / name / FILE).is_file())
 
 
-def checksum(array: np.ndarray) -> int:
-    """CRC-32 of sums over the bytes of an array in C order, at a third of a plain CRC-32's time.
+def checksum(array: np.ndarray, extend: Callable[[int, np.ndarray], int] | None = None) -> int:
+    """Checksum over the bytes of an array in C order: block after block."""
+    data, crc = as_bytes(np.ascontiguousarray(array)), 0
+    for at in range(0, data.size, BLOCK_BYTES):
+        crc = (extend or extended)(crc, data[at : at + BLOCK_BYTES])
+    return crc
 
-    The bytes are 64-bit words in lines of _LINE words. Of every _LINES lines the CRC takes the sums of columns and of
-    lines, modulo 2**64, and at the end the bytes that fill no line as they are. Sums of columns see any change within
-    the length of a line, sums of lines see two that changed places.
+
+def extended(crc: int, block: np.ndarray) -> int:
+    """CRC-32 of sums over bytes, at a third of a plain CRC-32's time, given the one of the bytes before this block.
+
+    Every block but the last has BLOCK_BYTES: 64-bit words in lines of _LINE words. The CRC takes the sums of columns
+    and of lines, modulo 2**64, and at the end the bytes that fill no line as they are. Sums of columns see any change
+    within the length of a line, sums of lines see two that changed places.
     """
-    data = _bytes(array)
-    full = data.size - data.size % (8 * _LINE)
-    lines, crc = data[:full].view("<u8").reshape(-1, _LINE), 0
-    for at in range(0, len(lines), _LINES):
-        block = lines[at : at + _LINES]
+    full = block.size - block.size % (8 * _LINE)
+    if full:
+        lines = block[:full].view("<u8").reshape(-1, _LINE)
         for axis in (0, 1):
-            crc = zlib.crc32(np.add.reduce(block, axis=axis).data, crc)
-    return zlib.crc32(data[full:].data, crc)
+            crc = zlib.crc32(np.add.reduce(lines, axis=axis).data, crc)
+    return zlib.crc32(block[full:].data, crc)
 
 
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """The memory of a contiguous array."""
+    return array.reshape(-1).view(np.uint8)
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -177,15 +194,21 @@ def chunk_shape(
     return tuple(chunks)
 
 
+def database(folder: pathlib.Path, writer: int) -> pathlib.Path:
+    """Where one process of the trainer keeps the chunks that it wrote of a version."""
+    return folder / TENSORS / str(writer)
+
+
 def array_spec(folder: pathlib.Path, name: str, entry: Entry, writer: int = 0) -> dict[str, Any]:
     """TensorStore spec of one tensor as one process wrote it; it states the metadata: a mismatch is an error."""
     return {
         "driver": "zarr3",
-        "kvstore": {"driver": "ocdbt", "base": f"file://{folder.absolute()}/{TENSORS}/{writer}/", "path": f"{name}/"},
+        "kvstore": {"driver": "ocdbt", "base": f"file://{database(folder, writer).absolute()}/", "path": f"{name}/"},
         "metadata": {
             "data_type": entry.dtype,
             "shape": list(entry.shape),
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(entry.chunks)}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
         },
     }

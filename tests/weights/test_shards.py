@@ -138,7 +138,7 @@ def test_a_box_across_chunk_borders_is_put_together(tmp_path, params):
     np.testing.assert_array_equal(array, hf.to_hf(params, MODEL)[name][box])
 
 
-def test_a_truncated_file_is_an_error_of_large_chunks_too_which_are_mapped(tmp_path):
+def test_a_truncated_file_is_an_error_of_large_chunks_too(tmp_path):
     model = dataclasses.replace(MODEL, vocab_size=32768, layers=1)
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), decoder.abstract_params(model))
     written = publish.publish(params, model, tmp_path, 0)
@@ -164,12 +164,6 @@ def test_a_checksum_sees_a_flipped_bit_and_lines_that_changed_places(seed, size)
     data = random.integers(0, 256, (40, 4096), np.uint8)
     assert manifest.checksum(data) != manifest.checksum(data[[1, 0, *range(2, 40)]])
     assert manifest.checksum(data) == manifest.checksum(np.asfortranarray(data))
-
-
-def test_files_are_mapped_only_where_no_network_can_take_them_away(tmp_path):
-    assert not chunks.is_local(tmp_path / "absent")
-    assert not chunks.is_local(pathlib.Path("/proc"))
-    assert chunks.is_local(tmp_path) == (pathlib.Path("/proc/self/mountinfo").exists())
 
 
 def test_a_chunk_with_another_checksum_is_named_by_its_tensor_and_others_are_still_read(tmp_path, params):
