@@ -4,7 +4,8 @@ A model path `tensorstore:FOLDER` names a committed version; any other path is n
 
 1. plan: manifest and all arrays are opened and held against the model's config; then SGLang's own loaders run over
    placeholders that note which slices this rank takes and where they would go. Nothing is written.
-2. stage: those slices, no others, are read into host memory, each chunk held to its checksum.
+2. stage: those slices, no others, are read into host memory, each chunk held to its checksum. The memory stays for
+   the next update, since fresh pages cost more than the reading.
 3. vote: the ranks tell each other whether all of them have come so far; one failure fails all, since an update that
    only some ranks make is a mixture.
 4. load: SGLang's loaders run again, over the staged slices. Nothing is left that could fail.
@@ -22,6 +23,7 @@ here: quantised weights, mixtures of experts, drafts and loaders that compute wi
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import math
@@ -40,7 +42,7 @@ VERIFY = "rstar2-verify:"
 PREFETCH = "rstar2-prefetch:"
 NOT_YET = "still reading"
 PROBE = "rstar2-probe"
-_HELD = "rstar2_prefetched"  # attribute of the model: the version that was read ahead
+_HELD, _SPARE = "rstar2_prefetched", "rstar2_spare"  # attributes of the model: what was read ahead, memory not in use
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 _LOG = logging.getLogger(__name__)
@@ -84,7 +86,7 @@ def _loaded(folder: str, model: Any) -> Iterator[tuple[str, Any]]:
         version.total_bytes,
         time.monotonic() - start,
     )
-    return version.tensors(version.write)
+    return version.loading(model, version.write)
 
 
 def _check(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +103,7 @@ def _check(original: Callable[..., Any], checker: Any, action: str, *args: Any, 
     differing: list[str] = []
 
     def compare() -> None:
-        model.load_weights(version.tensors(functools.partial(version.compare, differing)))
+        model.load_weights(version.loading(model, functools.partial(version.compare, differing)))
         if differing:
             others = f"{differing[0]} and {len(differing) - 1} more"
             raise LoadError(f"{others} differ from version {version.manifest.version}")
@@ -114,12 +116,7 @@ def _prefetch(folder: str, model: Any) -> None:
     """Begin to read a version, or raise while it is being read; return once it lies in host memory on all ranks."""
 
     def begin() -> None:
-        if _prefetched(folder, model) is None:
-            version = _Version(folder, model)
-            version.plan(model)
-            version.begin()
-            setattr(model, _HELD, version)
-        reading = getattr(model, _HELD).reading
+        reading = (_prefetched(folder, model) or _begun(folder, model)).reading
         if not reading.done():
             raise LoadError(f"{NOT_YET}: {folder}")
         reading.result()
@@ -127,16 +124,24 @@ def _prefetch(folder: str, model: Any) -> None:
     try:
         _together(begin)
     except LoadError as error:
-        if NOT_YET not in str(error) and hasattr(model, _HELD):
-            delattr(model, _HELD)
+        if NOT_YET not in str(error):
+            _let_go(model)
         raise
+
+
+def _let_go(model: Any) -> None:
+    """Give up the version that was read ahead; its memory stays for the next one."""
+    if hasattr(model, _HELD):
+        getattr(model, _HELD).leave(model)
+        delattr(model, _HELD)
 
 
 def _prefetched(folder: str, model: Any) -> _Version | None:
     """The version that was read ahead, if it is the one in this folder, unchanged."""
     version = getattr(model, _HELD, None)
-    if version is not None and version.folder == folder and manifests.read(pathlib.Path(folder)) == version.manifest:
-        return version
+    with contextlib.suppress(ValueError, OSError):  # what is no longer there is opened anew, which says why not
+        if version is not None and version.folder == folder and manifests.read(version.path) == version.manifest:
+            return version
     return None
 
 
@@ -144,22 +149,27 @@ def _staged(folder: str, model: Any) -> _Version:
     """A version whose slices for this rank lie in host memory; all ranks have theirs, or all raise."""
 
     def stage() -> _Version:
-        try:
-            version = _prefetched(folder, model)
-        except (ValueError, OSError) as error:
-            raise LoadError(f"no committed version: {error}") from error
-        if version is None:
-            version = _Version(folder, model)
-            version.plan(model)
-            version.begin()
+        version = _prefetched(folder, model) or _begun(folder, model)
         version.reading.result()
         return version
 
     try:
-        return _together(stage)
-    finally:
-        if hasattr(model, _HELD):
-            delattr(model, _HELD)  # its memory goes with the update
+        version = _together(stage)
+    except LoadError:
+        _let_go(model)
+        raise
+    delattr(model, _HELD)
+    return version
+
+
+def _begun(folder: str, model: Any) -> _Version:
+    """A version that is being read, in place of any other that was."""
+    _let_go(model)
+    version = _Version(folder, model)
+    version.plan(model)
+    version.begin(model)
+    setattr(model, _HELD, version)
+    return version
 
 
 class _Version:
@@ -174,7 +184,7 @@ class _Version:
         if f"{self.manifest.version:010d}" != path.name:
             raise LoadError(f"{folder}: its manifest says version {self.manifest.version}")
         _check_fits(self.manifest, model)
-        self.folder = folder
+        self.folder, self.path = folder, path
         self.reader = chunks.Reader(path, self.manifest)
         self.total_bytes = sum(e.itemsize * math.prod(e.shape) for e in self.manifest.tensors.values())
         self.reading: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -208,16 +218,31 @@ class _Version:
         if missed:
             raise LoadError(f"version {self.manifest.version} has nothing for {missed[:3]} ({len(missed)} in all)")
 
-    def begin(self) -> None:
-        """Start to read what was planned; `reading` is done when it lies in host memory."""
+    def begin(self, model: Any) -> None:
+        """Start to read what was planned; `reading` is done when it lies in host memory: the model's spare one."""
+        self._memory = getattr(model, _SPARE, None) or chunks.Memory()
+        setattr(model, _SPARE, None)
+        self._memory.keep(self._wanted.values())
 
         def read() -> None:
-            for name, box, array in self.reader.read(self._wanted.values()):
+            for name, box, array in self.reader.read(self._wanted.values(), self._memory):
                 self._staged[name, _ranges(box)] = array
 
         thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rstar2-prefetch")
         self.reading = thread.submit(read)
         thread.shutdown(wait=False)
+
+    def loading(self, model: Any, taken: Callable[..., None]) -> Iterator[tuple[str, Any]]:
+        """`tensors` of a staged version, with which the model is done at the end."""
+        try:
+            yield from self.tensors(taken)
+        finally:
+            self.leave(model)
+
+    def leave(self, model: Any) -> None:
+        """Be done with this version: its memory is the model's spare one, unless a thread still reads into it."""
+        if self.reading.done():
+            setattr(model, _SPARE, self._memory)
 
     def write(self, destination: Any, name: str, box: manifests.Box) -> None:
         """Copy a staged box to where it goes."""

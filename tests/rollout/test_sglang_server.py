@@ -186,6 +186,33 @@ def test_a_broken_version_is_refused_by_all_ranks_and_the_old_weights_stay(
     assert post(server.url, "/weights_checker", action=action)[0] == 200
 
 
+def read_ahead(url, folder):
+    """(status, message) of reading a version ahead to its end."""
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        status, said = post(url, "/weights_checker", action=f"{wire.PREFETCH}{folder}")
+        if status == 200 or wire.NOT_YET not in said["message"]:
+            break
+        time.sleep(0.02)
+    return status, said.get("message", "")
+
+
+def test_the_memory_of_an_update_serves_the_next_whatever_came_between(server, weights, tmp_path):
+    folder = copied(weights, tmp_path / "broken", _last_chunk_of_a_matrix)
+    for version in range(3):  # the one before is deleted each time
+        publish.publish(weights.params[version % 2], MODEL, tmp_path, version, keep=1)
+        live = manifest.version_folder(tmp_path, version)
+        assert read_ahead(server.url, live)[0] == 200
+        assert update(server.url, f"{wire.SCHEME}{live}", version)[0] == 200
+        before = sampled(server.url)
+        status, message = read_ahead(server.url, folder)
+        assert status == 400 and f"{NAME} does not match its checksum" in message, message
+        post(server.url, "/weights_checker", action=f"{wire.PREFETCH}{live}")  # left behind, perhaps while it is read
+        assert update(server.url, f"{wire.SCHEME}{folder}", 7)[0] == 400
+        assert_repeated([sampled(server.url)], [before])
+        assert post(server.url, "/weights_checker", action=f"{wire.VERIFY}{live}")[0] == 200
+
+
 def test_a_store_of_another_dtype_than_the_server_computes_in_is_refused(server, weights, tmp_path):
     assert update_from_store(server.url, weights.store, 0)[0] == 200
     publish.publish(weights.params[1], MODEL, tmp_path, 3, dtype="bfloat16")
