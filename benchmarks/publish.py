@@ -1,10 +1,15 @@
 """Publish and update of a 1 B-parameter model in bfloat16 between two processes: python benchmarks/publish.py [--json].
 
-This process holds the parameters and publishes them; a second one reads each version into host memory as a server's
-rank does (chunks.Reader, checksums proved) and copies it over the one before. Beside each repetition, in the same
-process and folder, one thread writes as many bytes to a new plain file, deletes the one before as the store does, and
-reads the file into memory that holds all of it, neither side synced: what the machine gives without a store. Printed
-are medians of the rates, of CPU seconds (which say more on a machine that others use as well), their ratios, and the
+This process holds the parameters and publishes them; a second one does with each version what a server's rank does
+(sglang_loader.py): it opens the version, reads all of it into the staging memory of the time before (chunks.Reader,
+chunks.Memory), and once every checksum is proved copies it over the weights in use, with a thread for each core as
+torch does.
+
+After each repetition comes the raw one, in the same processes and folder: one thread writes as many bytes to a new
+plain file and deletes the one before as the store does, and one thread reads the file into memory that holds all of it,
+neither side synced: what the machine gives without a store. Each side writes SINCE_S after the other has deleted as
+much: memory that has been free for a while can be dear to get back (a virtual machine's host takes it). Printed are
+medians of the rates, of CPU seconds (which say more on a machine that others use as well), their ratios, and the
 resident memory of both processes, which must stay flat.
 
     --parameters N    instead of 1e9        --repetitions N    instead of 20
@@ -14,6 +19,7 @@ resident memory of both processes, which must stay flat.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -31,6 +37,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from rstar2_jax.weights import chunks, manifest
 
 PIECE_BYTES = 64 * 2**20
+SINCE_S = 0.5  # from the end of one side's writing to the start of the other's: longer than what is read between takes
 
 
 def resident_bytes() -> int:
@@ -64,27 +71,38 @@ def raw_write(path: pathlib.Path, total: int, buffer: np.ndarray) -> dict[str, f
     return {"raw_write": time.perf_counter() - start, "raw_write_cpu": cpu_seconds() - cpu}
 
 
+def copy_over(held: dict[str, np.ndarray], staged: dict[str, np.ndarray]) -> None:
+    """What a rank does with its staged slices on a CPU; torch's own copy uses every core as well."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(lambda name: np.copyto(held[name], staged[name]), staged))
+
+
+def update(folder: pathlib.Path, memory: chunks.Memory, held: dict[str, np.ndarray]) -> dict[str, float]:
+    """A rank's update; seconds, and of them CPU's, for it and up to the last proof."""
+    start, cpu = time.perf_counter(), cpu_seconds()
+    opened = chunks.Reader(folder, manifest.read(folder))
+    boxes = [(name, manifest.whole(entry.shape)) for name, entry in opened.manifest.tensors.items()]
+    staged = {name: array for name, _, array in opened.read(boxes, memory)}
+    proved = time.perf_counter() - start
+    if not held:
+        held |= {name: np.ones_like(array) for name, array in staged.items()}
+    copy_over(held, staged)
+    return {"seconds": time.perf_counter() - start, "proved": proved, "cpu": cpu_seconds() - cpu}
+
+
 def reader(root: str) -> None:
-    """The second process: one line in for each version, one line out of what it took."""
-    held: dict[tuple, np.ndarray] = {}
-    memory = np.ones(0, np.uint8)
+    """The second process: one line in for each update or raw read, one line out of what it took."""
+    held: dict[str, np.ndarray] = {}
+    memory, plain = chunks.Memory(), np.ones(0, np.uint8)
     for line in sys.stdin:
-        version, raw = line.split()
-        start, cpu = time.perf_counter(), cpu_seconds()
-        folder = manifest.version_folder(root, int(version))
-        opened = chunks.Reader(folder, manifest.read(folder))
-        boxes = [(name, manifest.whole(entry.shape)) for name, entry in opened.manifest.tensors.items()]
-        for name, _, array in opened.read(boxes):
-            if name in held:
-                held[name][...] = array  # what a rank does with its staged slices
-            else:
-                held[name] = array
-        said = {"seconds": time.perf_counter() - start, "cpu": cpu_seconds() - cpu, "bytes": opened.bytes_read}
-        del opened
-        if not memory.size:
-            memory = np.ones(pathlib.Path(raw).stat().st_size, np.uint8)
-        said |= {**raw_read(pathlib.Path(raw), memory), "resident": resident_bytes()}
-        print(json.dumps(said), flush=True)
+        kind, what = line.split()
+        if kind == "update":
+            said = update(manifest.version_folder(root, int(what)), memory, held)
+        else:
+            if not plain.size:
+                plain = np.ones(pathlib.Path(what).stat().st_size, np.uint8)
+            said = raw_read(pathlib.Path(what), plain)
+        print(json.dumps(said | {"resident": resident_bytes()}), flush=True)
 
 
 def sized(parameters: float):
@@ -112,21 +130,32 @@ def measure(arguments: argparse.Namespace, folder: pathlib.Path) -> dict:
     buffer = np.random.default_rng(0).integers(0, 256, PIECE_BYTES, np.uint8)
     root, plain = folder / "store", folder / "plain"
     command = [sys.executable, __file__, "--reader", str(root)]
-    rows = []
+    rows, written = [], 0.0
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdin and child.stdout
         for version in range(arguments.repetitions + 1):
+            time.sleep(max(0.0, written + SINCE_S - time.perf_counter()))
             start, cpu = time.perf_counter(), cpu_seconds()
             publish.publish(params, model, root, version, dtype="bfloat16", keep=1)
-            row = {"publish": time.perf_counter() - start, "publish_cpu": cpu_seconds() - cpu}
+            written = time.perf_counter()
+            row = {"publish": written - start, "publish_cpu": cpu_seconds() - cpu}
+            row["read"] = asked(child, f"update {version}")
+            time.sleep(max(0.0, written + SINCE_S - time.perf_counter()))
             row |= raw_write(plain, 2 * count, buffer)
-            child.stdin.write(f"{version} {plain}\n")
-            child.stdin.flush()
-            row |= {"read": json.loads(child.stdout.readline()), "resident": resident_bytes()}
+            written = time.perf_counter()
+            row["read"] |= asked(child, f"raw {plain}")
+            row["resident"] = resident_bytes()
             rows.append(row)
             print(f"{version}: {row}", file=sys.stderr)
-        child.stdin.close()
+        child.communicate()
     return summary(count, rows[1:])
+
+
+def asked(child: subprocess.Popen[str], line: str) -> dict[str, float]:
+    """What the second process answers."""
+    assert child.stdin and child.stdout
+    child.stdin.write(f"{line}\n")
+    child.stdin.flush()
+    return json.loads(child.stdout.readline())
 
 
 def summary(count: int, rows: list[dict]) -> dict:
@@ -149,6 +178,7 @@ def summary(count: int, rows: list[dict]) -> dict:
         "publish_to_raw": median(r["raw_write"] / r["publish"] for r in rows),
         "update_gb_per_s": median(gigabytes / r["read"]["seconds"] for r in rows),
         "raw_read_gb_per_s": median(gigabytes / r["read"]["raw"] for r in rows),
+        "proved_gb_per_s": median(gigabytes / r["read"]["proved"] for r in rows),
         "update_to_raw": median(r["read"]["raw"] / r["read"]["seconds"] for r in rows),
         "both_to_raw": median(
             (r["raw_write"] + r["read"]["raw"]) / (r["publish"] + r["read"]["seconds"]) for r in rows
