@@ -48,13 +48,13 @@ class _Tensor:
     turned: bool
     shards: tuple[tuple[manifests.Box, Any], ...]
 
-    def chunks(self) -> Iterator[tuple[int, manifests.Box, np.ndarray]]:
-        """(index, place in the tensor, values) of each chunk of this process; a shard is fetched once."""
+    def chunks(self) -> Iterator[list[tuple[int, manifests.Box, np.ndarray]]]:
+        """(index, place in the tensor, values) of the chunks of each shard of this process, fetched one by one."""
         for place, values in self.shards:
             split = _fetched(values, self.turned, self.entry)
             shape = split.shape[: len(place)]
-            for index, at in zip(self.entry.covering(place), np.ndindex(*shape), strict=True):
-                yield index, self.entry.box(index), split[at]
+            inside = zip(self.entry.covering(place), np.ndindex(*shape), strict=True)
+            yield [(index, self.entry.box(index), split[at]) for index, at in inside]
 
 
 _Part = dict[str, dict[int, int]]  # tensor -> chunk -> checksum
@@ -185,7 +185,10 @@ _on_device = jax.jit(_stored_form, static_argnums=(1, 2, 3))
 def _proved(
     tensors: list[_Tensor], checksum: Callable[[np.ndarray], int] = manifests.checksum
 ) -> Iterator[tuple[_Tensor, int, manifests.Box, np.ndarray, int]]:
-    """(tensor, chunk, place, contiguous values, checksum) of every chunk of this process, a few made ahead."""
+    """(tensor, chunk, place, contiguous values, checksum) of every chunk of this process.
+
+    A shard is proved while the next one is fetched: here, since memory that other threads take stays theirs.
+    """
 
     def made(values: np.ndarray) -> tuple[np.ndarray, int]:
         values = np.ascontiguousarray(values)
@@ -194,9 +197,10 @@ def _proved(
     ahead: collections.deque[Any] = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         for tensor in tensors:
-            for index, box, values in tensor.chunks():
-                ahead.append((tensor, index, box, threads.submit(made, values)))
-                if len(ahead) > _THREADS:
+            for shard in tensor.chunks():
+                before = len(ahead)
+                ahead.extend((tensor, index, box, threads.submit(made, values)) for index, box, values in shard)
+                for _ in range(before):
                     *head, future = ahead.popleft()
                     yield (*head, *future.result())
         while ahead:
@@ -304,4 +308,7 @@ def _delete(folder: pathlib.Path) -> None:
     if away.exists():
         shutil.rmtree(away)
     folder.rename(away)
+    # Each file waits for what of it is on its way to the disk: better at the same time.
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+        list(threads.map(os.unlink, (path for path in away.rglob("*") if path.is_file())))
     shutil.rmtree(away)
