@@ -7,10 +7,11 @@ torch does.
 
 After each repetition comes the raw one, in the same processes and folder: one thread writes as many bytes to a new
 plain file and deletes the one before as the store does, and one thread reads the file into memory that holds all of it,
-neither side synced: what the machine gives without a store. Each side writes SINCE_S after the other has deleted as
-much: memory that has been free for a while can be dear to get back (a virtual machine's host takes it). Printed are
-medians of the rates, of CPU seconds (which say more on a machine that others use as well), their ratios, and the
-resident memory of both processes, which must stay flat.
+neither side synced: what the machine gives without a store. Just before either side writes, as much memory is taken
+and freed: where the host of a virtual machine takes back what has been free for a second or two, new file pages would
+cost the one side, by chance, up to four times what they cost the other. Printed are medians of the rates, of CPU
+seconds (which say more on a machine that others use as well), their ratios, and the resident memory of both processes,
+which must stay flat.
 
     --parameters N    instead of 1e9        --repetitions N    instead of 20
     --folder DIR      instead of a temporary one; needs room for three copies of the parameters
@@ -37,7 +38,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from rstar2_jax.weights import chunks, manifest
 
 PIECE_BYTES = 64 * 2**20
-SINCE_S = 0.5  # from the end of one side's writing to the start of the other's: longer than what is read between takes
 
 
 def resident_bytes() -> int:
@@ -49,6 +49,11 @@ def resident_bytes() -> int:
 def cpu_seconds() -> float:
     """CPU time of this process, its threads included."""
     return time.process_time()
+
+
+def take_and_free(total: int) -> None:
+    """Leave so many bytes of free memory behind that this machine has at hand."""
+    np.ones(total, np.uint8)
 
 
 def raw_read(path: pathlib.Path, memory: np.ndarray) -> dict[str, float]:
@@ -130,18 +135,16 @@ def measure(arguments: argparse.Namespace, folder: pathlib.Path) -> dict:
     buffer = np.random.default_rng(0).integers(0, 256, PIECE_BYTES, np.uint8)
     root, plain = folder / "store", folder / "plain"
     command = [sys.executable, __file__, "--reader", str(root)]
-    rows, written = [], 0.0
+    rows = []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         for version in range(arguments.repetitions + 1):
-            time.sleep(max(0.0, written + SINCE_S - time.perf_counter()))
+            take_and_free(2 * count)
             start, cpu = time.perf_counter(), cpu_seconds()
             publish.publish(params, model, root, version, dtype="bfloat16", keep=1)
-            written = time.perf_counter()
-            row = {"publish": written - start, "publish_cpu": cpu_seconds() - cpu}
+            row = {"publish": time.perf_counter() - start, "publish_cpu": cpu_seconds() - cpu}
             row["read"] = asked(child, f"update {version}")
-            time.sleep(max(0.0, written + SINCE_S - time.perf_counter()))
+            take_and_free(2 * count)
             row |= raw_write(plain, 2 * count, buffer)
-            written = time.perf_counter()
             row["read"] |= asked(child, f"raw {plain}")
             row["resident"] = resident_bytes()
             rows.append(row)
