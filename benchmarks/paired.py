@@ -19,8 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 ONE_CORE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-# Freed memory is kept, for every contestant: tens of megabytes a step would be mapped and cleared again otherwise.
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+# Freed memory is kept, for every contestant: tens of megabytes a step would be mapped and cleared again otherwise. The
+# arenas of threads, such as XLA's, give large blocks back all the same: what is taken anew comes in huge pages.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

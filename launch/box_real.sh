@@ -17,8 +17,9 @@ RUNS=${RUNS:-runs/box-real}
 mkdir -p "$RUNS"
 RUNS=$(realpath "$RUNS")
 export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-2}
-# As in box.sh: keep freed memory instead of returning it after each step.
+# As in box.sh: keep freed memory instead of returning it after each step, and take more in huge pages.
 export MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=1073741824
+export GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 
 stage() {  # stage NAME GIN_FILE INIT_FROM [more flags]
     local name=$1 file=$2 init=$3

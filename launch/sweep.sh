@@ -15,7 +15,9 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 VENV=${VENV:-$root/.venv}
 JOBS=${JOBS:-1}
 export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-2}
-export MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=1073741824  # as in box.sh
+# As in box.sh.
+export MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=1073741824
+export GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 
 fail() { echo "sweep: $*" >&2; exit 2; }
 [ -n "${1:-}" ] || fail "usage: launch/sweep.sh OUT AXIS... -- FLAGS..."

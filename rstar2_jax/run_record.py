@@ -22,7 +22,7 @@ from rstar2_jax import gin_source, gin_strict
 
 PACKAGES = ("rstar2-jax", "rstar2-sandbox", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore",
             "numpy", "gin-config", "tokenizers", "redis")  # fmt: skip
-ENVIRONMENT_PREFIXES = ("JAX_", "XLA_", "OMP_", "MALLOC_", "TF_CPP_")
+ENVIRONMENT_PREFIXES = ("JAX_", "XLA_", "OMP_", "MALLOC_", "GLIBC_", "TF_CPP_")
 NAMES = ("resolved.gin", "resolved.json")
 HEADER = """\
 # Resolved configuration: every argument and every field that this run sees, defaults included.

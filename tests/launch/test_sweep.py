@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from rstar2_jax import run_record
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -21,6 +23,19 @@ def sweep(out, *words, **env):
 
 def logs(out):
     return {str(path.parent.relative_to(out)): path.read_text() for path in out.rglob("sweep.log")}
+
+
+def test_scripts_for_one_machine_ask_for_memory_alike_and_the_record_of_a_run_shows_it(monkeypatch):
+    def asked(name):
+        lines = (ROOT / "launch" / name).read_text().splitlines()
+        words = [word for line in lines if line.startswith("export ") for word in line.split()[1:]]
+        return dict(word.split("=", 1) for word in words if word.startswith(("MALLOC_", "GLIBC_")))
+
+    first, *others = (asked(name) for name in ("box.sh", "box_real.sh", "sweep.sh"))
+    assert first["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1" and all(other == first for other in others)
+    for name, value in first.items():
+        monkeypatch.setenv(name, value)
+    assert first.items() <= run_record.surroundings([])["environment"].items()
 
 
 BOX = ("--gin_file=stage1.gin", "--gin_file=model/box.gin", "--gin_file=scale/box.gin", "--dry_run")
