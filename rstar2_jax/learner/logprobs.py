@@ -36,13 +36,13 @@ def token_logprobs(
         params: its parameters.
         batch: rows [B, T].
         temperature: the one used in sampling, above 0: ratios are those of the distribution that was sampled from.
-        remat: what layers keep for the backward pass.
+        remat: what layers keep for the backward pass; with `none` the head keeps small logits as well.
         layout: where rows and activations lie; None for one device.
     """
     inputs = (jnp.asarray(batch.tokens), jnp.asarray(batch.positions), jnp.asarray(batch.segment_ids))
     states = rows.hidden(model, params, inputs, remat=remat, layout=layout)
     table = params["embed"]["embedding"] if model.tie_embeddings else params["head"]["kernel"]
-    how = vocabulary.How(temperature=temperature, tied=model.tie_embeddings, layout=layout)
+    how = vocabulary.How(temperature, model.tie_embeddings, layout, keep=remat == "none")
     wanted = _next(jnp.asarray(batch.loss_mask))
     found: Any = vocabulary.token_statistics(states, table, _next(inputs[0]), wanted, how)
     logprobs, entropies = found

@@ -1,10 +1,11 @@
-"""Log-probability and entropy of wanted tokens over the vocabulary, without ever holding logits of all tokens.
+"""Log-probability and entropy of wanted tokens over the vocabulary, without holding the logits of all tokens.
 
     logp_t = log softmax(h_t W / temperature)[target_t]        H_t = entropy of that distribution
 
 Positions that are not wanted (prompts, tool replies, padding) never reach the head: wanted ones are moved to the front
-and taken in chunks, as many as there are. The backward pass computes the logits of a chunk again, forms softmax minus
-one-hot in place (no scatter), sums the gradient of W on each device over all chunks and rows, and reduces it once.
+and taken in chunks, as many as there are. The backward pass computes the logits of a chunk again (small ones may be
+kept: How.keep), forms softmax minus one-hot in place (no scatter), sums the gradient of W on each device over all
+chunks and rows, and reduces it once.
 
 Deliberately not here: which tokens are wanted (learner/logprobs.py).
 """
@@ -21,14 +22,17 @@ from jaxtyping import Array, Bool, Float, Int
 from rstar2_jax.model import ops, sharding
 
 CHUNK_TOKENS = 512  # of a whole vocabulary; a share of it takes as many more
+KEPT_BYTES = 1 << 27  # on a device, of all positions: logits of more than that are never kept
 
 
 class How(NamedTuple):
-    """Static: temperature; tied (the table is the embedding [V, D], else the head [D, V]); layout of the mesh."""
+    """Static: temperature; tied (the table is the embedding [V, D], else the head [D, V]); layout of the mesh; keep
+    (logits that take up to KEPT_BYTES stay for the backward pass: memory for one product in four)."""
 
     temperature: float
     tied: bool
     layout: sharding.Layout | None = None
+    keep: bool = False
 
     @property
     def vocab_axes(self) -> tuple[str, ...]:
@@ -45,8 +49,12 @@ class How(NamedTuple):
         """Tokens of a chunk, so that its logits take the same room on a device however the vocabulary is split."""
         return CHUNK_TOKENS * (1 if self.layout is None or self.layout.single else self.layout.shards("vocab"))
 
+    def kept(self, tokens: int, ids: int) -> bool:
+        """Whether a device with so many tokens and ids of the vocabulary keeps their logits."""
+        return self.keep and 4 * tokens * ids <= KEPT_BYTES
 
-_ROWS, _STATES = ("rows", None), ("rows", None, None)
+
+_ROWS, _STATES, _LOGITS = ("rows", None), ("rows", None, None), ("rows", "vocab")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -66,16 +74,16 @@ def token_statistics(
         wanted: positions that are computed.
         how: static.
     """
-    return _fwd(hidden, table, targets, wanted, how)[0]
+    return _fwd(hidden, table, targets, wanted, how._replace(keep=False))[0]
 
 
 def _fwd(hidden: Any, table: Any, targets: Any, wanted: Any, how: How) -> Any:
     local = functools.partial(_local_forward, how)
     if how.layout is not None:
         ins = [_STATES, how.table_axes, _ROWS, _ROWS]
-        local = how.layout.spread(local, ins, [_ROWS, _ROWS, _ROWS])
-    logprobs, entropies, logs = local(hidden, table.astype(hidden.dtype), targets, wanted)
-    return (logprobs, entropies), (hidden, table, targets, wanted, entropies, logs)
+        local = how.layout.spread(local, ins, [_ROWS, _ROWS, _ROWS, _LOGITS])
+    logprobs, entropies, logs, kept = local(hidden, table.astype(hidden.dtype), targets, wanted)
+    return (logprobs, entropies), (hidden, table, kept, targets, wanted, entropies, logs)
 
 
 def _bwd(how: How, residuals: Any, gradients: Any) -> Any:
@@ -83,7 +91,7 @@ def _bwd(how: How, residuals: Any, gradients: Any) -> Any:
     local = functools.partial(_local_backward, how)
     if how.layout is not None:
         outs = [("rows", "sequence", None), ("vocab", "embed") if how.tied else ("embed", "vocab")]
-        local = how.layout.spread(local, [_STATES, how.table_axes, *[_ROWS] * 6], outs)
+        local = how.layout.spread(local, [_STATES, how.table_axes, _LOGITS, *[_ROWS] * 6], outs)
     dhidden, dtable = local(hidden, table.astype(hidden.dtype), *rest, *gradients)
     return dhidden, dtable.astype(table.dtype), None, None
 
@@ -107,12 +115,15 @@ def _chunks(wanted: jax.Array, chunk: int) -> _Chunks:
 
 def _local_forward(how: How, hidden: Any, table: Any, targets: Any, wanted: Any) -> Any:
     shape, chunk = wanted.shape, min(how.chunk_tokens, wanted.size)
-    plan = _chunks(wanted.reshape(-1), chunk)
+    plan, vocab = _chunks(wanted.reshape(-1), chunk), table.shape[0 if how.tied else 1]
     states, ids = hidden.reshape(-1, hidden.shape[-1])[plan.order], _local_ids(how, table, targets)[plan.order]
+    keeping = how.kept(len(plan.order), vocab)
 
     def body(index, found):
         at = index * chunk
+        *found, kept = found
         logits = _logits(how, _rows(states, at, chunk), table)
+        kept = jax.lax.dynamic_update_slice_in_dim(kept, logits, at, 0) if keeping else kept
         top = _across(how, jax.lax.pmax, logits.max(axis=-1))
         logs = top + jnp.log(_across(how, jax.lax.psum, jnp.exp(logits - top[:, None]).sum(axis=-1)))
         gap = logits - logs[:, None]
@@ -120,14 +131,16 @@ def _local_forward(how: How, hidden: Any, table: Any, targets: Any, wanted: Any)
         picked, negative = _across(how, jax.lax.psum, (picked, (jnp.exp(gap) * gap).sum(axis=-1)))
         wanted_here = at + jnp.arange(chunk) < plan.count
         values = (jnp.where(wanted_here, value, 0) for value in (picked, -negative, logs))
-        return tuple(jax.lax.dynamic_update_slice_in_dim(f, v, at, 0) for f, v in zip(found, values, strict=True))
+        more = (jax.lax.dynamic_update_slice_in_dim(f, v, at, 0) for f, v in zip(found, values, strict=True))
+        return *more, kept
 
     zeros = jnp.zeros(len(plan.order), jnp.float32)
-    found = jax.lax.fori_loop(0, -(-plan.count // chunk), body, (zeros, zeros, zeros))
-    return tuple(value[plan.back].reshape(shape) for value in found)
+    empty = jnp.zeros((len(plan.order) if keeping else 0, vocab), jnp.float32)
+    *found, kept = jax.lax.fori_loop(0, -(-plan.count // chunk), body, (zeros, zeros, zeros, empty))
+    return *(value[plan.back].reshape(shape) for value in found), kept
 
 
-def _local_backward(how: How, hidden: Any, table: Any, targets: Any, wanted: Any, *others: Any) -> Any:
+def _local_backward(how: How, hidden: Any, table: Any, kept: Any, targets: Any, wanted: Any, *others: Any) -> Any:
     """Gradients of states and table; `others`: entropies, logs, gradients of log-probabilities and of entropies."""
     width, chunk = hidden.shape[-1], min(how.chunk_tokens, wanted.size)
     plan = _chunks(wanted.reshape(-1), chunk)
@@ -142,7 +155,7 @@ def _local_backward(how: How, hidden: Any, table: Any, targets: Any, wanted: Any
         at = index * chunk
         rows = _rows(states, at, chunk)
         entropy, log, dlogprob, dentropy = (_rows(x, at, chunk)[:, None] for x in given)
-        gap = _logits(how, rows, table) - log
+        gap = (_rows(kept, at, chunk) if len(kept) else _logits(how, rows, table)) - log
         pull = jnp.exp(gap) * (dlogprob + dentropy * (gap + entropy))
         dlogits = jnp.where(_one_hot(_rows(ids, at, chunk), gap), dlogprob, 0) - pull
         dlogits = (dlogits if how.temperature == 1 else dlogits / how.temperature).astype(hidden.dtype)

@@ -53,10 +53,10 @@ def close(left, right, tolerance):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunk", [7, 16, 512])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_values_and_gradients_are_those_of_the_plain_softmax(monkeypatch, tied, chunk, temperature):
+@pytest.mark.parametrize("temperature, keep", [(1.0, False), (0.6, False), (0.6, True)])
+def test_values_and_gradients_are_those_of_the_plain_softmax(monkeypatch, tied, chunk, temperature, keep):
     monkeypatch.setattr(vocabulary, "CHUNK_TOKENS", chunk)
-    how, arrays = vocabulary.How(temperature, tied), made(tied)
+    how, arrays = vocabulary.How(temperature, tied, keep=keep), made(tied)
     close(value_and_gradients(vocabulary.token_statistics, how, arrays), value_and_gradients(plain, how, arrays), 3e-6)
 
 
@@ -84,9 +84,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied, keep", [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("mesh, table", LAYOUTS)
-def test_split_over_devices_they_are_those_of_one(mesh, table, tied):
+def test_split_over_devices_they_are_those_of_one(mesh, table, tied, keep):
     hidden, weights, *others = made(tied)
     arrays = jnp.tile(hidden, (2, 1, 1)), weights, *(jnp.tile(x, (2, 1)) for x in others)
     layout = sharding.Layout(sharding.make_mesh(mesh), table)
@@ -97,7 +97,7 @@ def test_split_over_devices_they_are_those_of_one(mesh, table, tied):
 
     step = jax.jit(jax.value_and_grad(run, (0, 1)), static_argnums=2)
     alone = step(*arrays[:2], vocabulary.How(0.8, tied))
-    spread = step(*arrays[:2], vocabulary.How(0.8, tied, layout))
+    spread = step(*arrays[:2], vocabulary.How(0.8, tied, layout, keep))
     close(spread, alone, 3e-6)
 
 
@@ -129,3 +129,20 @@ def test_no_buffer_holds_the_logits_of_all_tokens_and_the_table_gradient_is_redu
     large = [one for one in hlo.collectives(text) if one.size >= 4 * WIDTH * VOCAB // 8]
     reduced = [one for one in large if one.kind in ("all-reduce", "reduce-scatter")]
     assert sum(one.times for one in reduced) == 1, large
+
+
+@pytest.mark.parametrize("keep, kept_bytes, products", [(True, 1 << 20, 3), (True, 64, 4), (False, 1 << 20, 4)])
+def test_small_logits_are_kept_in_place_of_a_product_and_large_ones_never(monkeypatch, keep, kept_bytes, products):
+    monkeypatch.setattr(vocabulary, "CHUNK_TOKENS", 8)
+    monkeypatch.setattr(vocabulary, "KEPT_BYTES", kept_bytes)
+    hidden, table, targets, wanted = made(True)
+    how = vocabulary.How(1.0, True, keep=keep)
+
+    def loss(hidden, table):
+        return vocabulary.token_statistics(hidden, table, targets, wanted, how)[0].sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, table))
+    assert text.count("dot_general[") == products
+    assert (f"f32[{ROWS * TOKENS},{VOCAB}]" in text) == (products == 3)
+    scored = str(jax.make_jaxpr(loss)(hidden, table))
+    assert f"f32[{ROWS * TOKENS},{VOCAB}]" not in scored  # without a gradient there is nothing to keep them for
