@@ -110,17 +110,11 @@ class Attention(nn.Module):
         out = ops.cached_attention(q, keys.astype(q.dtype), values.astype(q.dtype), positions)
         return self.o(out.reshape(*x.shape[:2], -1)), (keys, values)
 
-    def step(self, x: Float[Array, "b d"], angles: Any, places: Places, cache: Any, window: Any) -> Any:
-        """(output, cache, window) of one token a row after its key and value are written."""
+    def step(self, x: Float[Array, "b d"], angles: Any, places: Places, cache: Any) -> Any:
+        """(output, cache) of one token a row after its key and value are written."""
         q, k, v = (part[:, 0] for part in self._project(x[:, None], angles))
-        positions, tables = places
-        keys, values = cache = pages.write(cache[0], cache[1], k, v, positions, tables)
-        if window is None:
-            out = pages.attention(q, keys, values, positions, tables)
-        else:
-            keys, values = window = pages.write_in_windows(window[0], window[1], k, v, positions)
-            out = pages.attention_in_windows(q, keys, values, positions)
-        return self.o(out.reshape(x.shape[0], -1)), cache, window
+        out, cache = pages.step(q, (k, v), cache, *places)
+        return self.o(out.reshape(x.shape[0], -1)), cache
 
 
 class Mlp(nn.Module):
@@ -174,11 +168,11 @@ class Layer(nn.Module):
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), cache
 
-    def step(self, x: Float[Array, "b d"], angles: Any, places: Places, cache: Any, window: Any) -> Any:
-        """The block over one token a row: (output, cache, window)."""
-        attended, cache, window = self.attn.step(self.attn_norm(x), angles, places, cache, window)
+    def step(self, x: Float[Array, "b d"], angles: Any, places: Places, cache: Any) -> Any:
+        """The block over one token a row: (output, cache)."""
+        attended, cache = self.attn.step(self.attn_norm(x), angles, places, cache)
         x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), cache, window
+        return x + self.mlp(self.mlp_norm(x)), cache
 
 
 class Decoder(nn.Module):
@@ -234,10 +228,8 @@ class Decoder(nn.Module):
             extended.append(entry)
         return self.norm(x), tuple(extended)
 
-    def step(
-        self, tokens: Int[Array, " b"], places: Places, cache: Cache, windows: Cache | None = None
-    ) -> tuple[Float[Array, "b d"], Cache, Cache | None]:
-        """(hidden states after the final norm, cache, windows) of one token a row over a pool of pages.
+    def step(self, tokens: Int[Array, " b"], places: Places, cache: Cache) -> tuple[Float[Array, "b d"], Cache]:
+        """(hidden states after the final norm, cache) of one token a row over a pool of pages.
 
         All rows write before any of them attends, so that several rows may carry consecutive tokens of one sequence.
 
@@ -245,17 +237,15 @@ class Decoder(nn.Module):
             tokens: one id a row.
             places: where they stand; what stands before a token must have been written by this or an earlier call.
             cache: as init_cache makes it with a page for a row; donate it, since the returned one takes its place.
-            windows: for each layer what pages.windows makes of it, kept up beside the cache and read in its place.
         """
         s = self.settings
         x = self.embed(tokens).astype(s.compute_dtype)
         angles = ops.rotary_angles(jnp.maximum(places.positions, 0)[:, None], s.head_dim, s.rope_theta)
-        stepped, moved = [], []
-        for i, (layer, entry) in enumerate(zip(self.layers, cache, strict=True)):
-            x, entry, window = layer.step(x, angles, places, entry, None if windows is None else windows[i])
+        stepped = []
+        for layer, entry in zip(self.layers, cache, strict=True):
+            x, entry = layer.step(x, angles, places, entry)
             stepped.append(entry)
-            moved.append(window)
-        return self.norm(x), tuple(stepped), None if windows is None else tuple(moved)
+        return self.norm(x), tuple(stepped)
 
     def logits(self, hidden: Float[Array, "... d"]) -> Float[Array, "... v"]:
         """float32 logits of hidden states; a tied head is the embedding transposed."""

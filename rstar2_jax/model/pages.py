@@ -9,9 +9,7 @@ page held before, NaN of a sequence that diverged as well, and 0 NaN is NaN: suc
 Queries are taken in groups of a few, each with a loop of its own: a group runs no further than its own longest
 sequence, and the pages that it has gathered stay in the processor's cache until they are used.
 
-Where sequences are short there is a faster way: `windows` lays the pages of every row side by side once, and many steps
-then read them in place (`attention_in_windows`). Copying the pages in each step takes three times as long as reading
-them does; a window, on the other hand, is as long as the longest sequence may become, for every row.
+On CPUs a part in C (pages_native.py) does the same at several times the speed, where a compiler is found.
 
 Deliberately not here: who owns which page (rollout/kv_cache.py).
 """
@@ -24,10 +22,34 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rstar2_jax.model import ops
+from rstar2_jax.model import ops, pages_native
 
 GROUP_BYTES = 2**19  # of keys and values that are gathered at once: a share of a core's own cache
 MAX_GROUPS = 8  # bounds the size of the compiled program
+
+
+def step(
+    q: Float[Array, "b h d"],
+    new: tuple[Float[Array, "b k d"], Float[Array, "b k d"]],
+    pool: tuple[Float[Array, "n k d p"], Float[Array, "n k p d"]],
+    positions: Int[Array, " b"],
+    tables: Int[Array, "b t"],
+) -> tuple[Float[Array, "b h d"], tuple[Float[Array, "n k d p"], Float[Array, "n k p d"]]]:
+    """(attention, pool) of one token a row: all rows write their new key and value, then all attend.
+
+    Args:
+        q: queries.
+        new: keys and values of the tokens.
+        pool: keys and values of all pages; donate it, since the returned one takes its place.
+        positions: of the tokens; a row with a negative one takes no part: it writes nothing, and what comes out for it
+            is finite and without meaning.
+        tables: pages of each row's sequence, in order.
+    """
+    if q.dtype == pool[0].dtype and pages_native.available():
+        out, keys, values = pages_native.step(q, *pool, *new, positions, tables)
+        return out, (keys, values)
+    pool = write(*pool, *new, positions, tables)
+    return attention(q, *pool, positions, tables), pool
 
 
 def write(
@@ -47,48 +69,6 @@ def write(
     return keys, values.at[pages, :, offsets].set(new_values.astype(values.dtype), mode="drop")
 
 
-def windows(
-    keys: Float[Array, "n k d p"],
-    values: Float[Array, "n k p d"],
-    tables: Int[Array, "b t"],
-    filled: Int[Array, " b"],
-) -> tuple[Float[Array, "b k d s"], Float[Array, "b k s d"]]:
-    """(keys, values) of each row's pages side by side, s = t p entries a row.
-
-    Args:
-        filled: entries that a row has; the values of those beyond are 0 until they are written.
-    """
-    b, t = tables.shape
-    _, k, d, p = keys.shape
-    rows = _gathered(keys, tables.reshape(-1)).reshape(b, t, k, d, p).transpose(0, 2, 3, 1, 4)
-    columns = _gathered(values, tables.reshape(-1)).reshape(b, t, k, p, d)
-    there = (jnp.arange(t * p) < filled[:, None]).reshape(b, t, 1, p, 1)
-    columns = jnp.where(there, columns, 0).transpose(0, 2, 1, 3, 4)
-    return rows.reshape(b, k, d, t * p), columns.reshape(b, k, t * p, d)
-
-
-def write_in_windows(
-    keys: Float[Array, "b k d s"],
-    values: Float[Array, "b k s d"],
-    new_keys: Float[Array, "b k d"],
-    new_values: Float[Array, "b k d"],
-    positions: Int[Array, " b"],
-) -> tuple[Float[Array, "b k d s"], Float[Array, "b k s d"]]:
-    """(keys, values) with each row's new entry in its window; a negative position writes nothing."""
-    return ops.write_cache(keys, values, new_keys[:, None], new_values[:, None], positions[:, None])
-
-
-def attention_in_windows(
-    q: Float[Array, "b h d"],
-    keys: Float[Array, "b k d s"],
-    values: Float[Array, "b k s d"],
-    positions: Int[Array, " b"],
-) -> Float[Array, "b h d"]:
-    """Attention of each query to the entries of its window at or before its position."""
-    keys, values = keys.astype(q.dtype), values.astype(q.dtype)
-    return ops.cached_attention(q[:, None], keys, values, positions[:, None])[:, 0]
-
-
 def attention(
     q: Float[Array, "b h d"],
     keys: Float[Array, "n k d p"],
@@ -96,10 +76,7 @@ def attention(
     positions: Int[Array, " b"],
     tables: Int[Array, "b t"],
 ) -> Float[Array, "b h d"]:
-    """Attention of each query to the entries of its table at or before its position.
-
-    A row with a negative position takes no part: what comes out for it is finite and without meaning.
-    """
+    """Attention of each query to the entries of its table at or before its position."""
     b, h, d = q.shape
     q = q.reshape(b, keys.shape[1], h // keys.shape[1], d)
     bytes_of_row = 2 * keys.dtype.itemsize * math.prod(keys.shape[1:])

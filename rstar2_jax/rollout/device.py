@@ -22,14 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rstar2_jax.model import decoder, pages
+from rstar2_jax.model import decoder
 from rstar2_jax.rollout import sampler
 from rstar2_jax.settings import Model
 
 MAX_STOP_IDS = 8
 MAX_STEPS = 32  # columns of what one call takes and gives back
 COPIED_PAGES = 8  # of one call of copy
-WINDOW_TOKENS = 256  # longest sequences that are laid side by side for a call
 _NO_STOP = -2  # never equal to an id, nor to the -1 of a row that is not live
 
 
@@ -38,8 +37,7 @@ class Rows(NamedTuple):
 
     token: last id of the row that samples in this lane, not yet in the cache; position: its index, -1 for a lane in
     which nothing is sampled; start: step of the call in which it begins; remaining: ids it may still sample;
-    seed_words: u32[b, 2]; stop_ids: i32[b, MAX_STOP_IDS]; table: i32[b, t], pages of the row that sits in the lane;
-    filled: entries that these hold before the call.
+    seed_words: u32[b, 2]; stop_ids: i32[b, MAX_STOP_IDS]; table: i32[b, t], pages of the row that sits in the lane.
     """
 
     token: Any
@@ -52,7 +50,6 @@ class Rows(NamedTuple):
     top_p: Any
     stop_ids: Any
     table: Any
-    filled: Any
 
 
 class Given(NamedTuple):
@@ -65,15 +62,6 @@ class Given(NamedTuple):
     token: Any
     position: Any
     owner: Any
-
-
-def in_windows(pages: int, page_tokens: int) -> bool:
-    """Whether sequences of so many pages are laid side by side for a call; a lane then carries ids of its own row only.
-
-    A window is read three times as fast as pages are, but in its full length for every row: it is worth it while all
-    sequences are short.
-    """
-    return pages * page_tokens <= WINDOW_TOKENS
 
 
 def empty_rows(lanes: int, pages: int) -> Rows:
@@ -89,7 +77,6 @@ def empty_rows(lanes: int, pages: int) -> Rows:
         top_p=np.ones(lanes, np.float32),
         stop_ids=np.full((lanes, MAX_STOP_IDS), _NO_STOP, np.int32),
         table=np.zeros((lanes, pages), np.int32),
-        filled=np.zeros(lanes, np.int32),
     )
 
 
@@ -128,9 +115,7 @@ def step(
         steps: at most MAX_STEPS.
         leave_after: return as soon as so many rows have ended (their places are wanted).
     """
-    lanes, windows = rows.token.shape[0], None
-    if in_windows(rows.table.shape[1], cache[0][1].shape[2]):
-        windows = tuple(pages.windows(*entry, rows.table, rows.filled) for entry in cache)
+    lanes = rows.token.shape[0]
     last_given = jnp.max(jnp.where(jnp.any(given.position >= 0, axis=1), jnp.arange(1, MAX_STEPS + 1), 0))
 
     def wanted(state):
@@ -138,14 +123,14 @@ def step(
         return (number < steps) & (jnp.any(position >= 0) | (number < last_given)) & (ended < leave_after)
 
     def advance(state):
-        number, token, position, remaining, ended, cache, windows, ids, logprobs = state
+        number, token, position, remaining, ended, cache, ids, logprobs = state
         written = Given(*(jax.lax.dynamic_index_in_dim(part, number, keepdims=False) for part in given))
         live, carries = (position >= 0) & (rows.start <= number), written.position >= 0
         tokens, places = jnp.where(carries, written.token, token), jnp.where(live, position, -1)
         places = jnp.where(carries, written.position, places)
         owners = jnp.where(carries, written.owner, jnp.arange(lanes))
         where = decoder.Places(places, rows.table[owners])
-        hidden, cache, windows = _apply(model, params, decoder.Decoder.step, tokens, where, cache, windows)
+        hidden, cache = _apply(model, params, decoder.Decoder.step, tokens, where, cache)
         token, logprob = jax.lax.cond(
             jnp.any(live),
             functools.partial(_sample, model),
@@ -158,12 +143,12 @@ def step(
         token = jnp.where(live, token, rows.token)
         position = jnp.where(live, jnp.where(over, -1, position + 1), position)
         remaining = remaining - live.astype(jnp.int32)
-        return number + 1, token, position, remaining, ended + jnp.sum(over), cache, windows, ids, logprobs
+        return number + 1, token, position, remaining, ended + jnp.sum(over), cache, ids, logprobs
 
     ids = jnp.full((lanes, MAX_STEPS), -1, jnp.int32)
     logprobs = jnp.zeros((lanes, MAX_STEPS), jnp.float32)
-    start = (jnp.int32(0), rows.token, rows.position, rows.remaining, 0, cache, windows, ids, logprobs)
-    done, *_, cache, _, ids, logprobs = jax.lax.while_loop(wanted, advance, start)
+    start = (jnp.int32(0), rows.token, rows.position, rows.remaining, 0, cache, ids, logprobs)
+    done, *_, cache, ids, logprobs = jax.lax.while_loop(wanted, advance, start)
     return cache, ids, logprobs, done
 
 

@@ -124,8 +124,7 @@ class JaxEngine:
 
     def _init_worker(self, num_slots: int, context_tokens: int) -> None:
         # The table is the worker's alone, as are params and cache.
-        spread = not device.in_windows(_pages(context_tokens), PAGE_TOKENS)
-        self._table = slots.SlotTable(num_slots, context_tokens, self._pages, PAGE_TOKENS, spread=spread)
+        self._table = slots.SlotTable(num_slots, context_tokens, self._pages, PAGE_TOKENS)
         self._params: Any = None
         self._cache: decoder.Cache | None = None
         self._version, self._digest, self._sums = -1, "", []

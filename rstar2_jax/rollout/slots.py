@@ -105,11 +105,10 @@ class SlotTable:
         context_tokens: longest sequence.
         pages: of the pool; they must hold one sequence of full length.
         page_tokens: entries of a page.
-        spread: whether empty lanes carry ids of rows that are behind.
     """
 
-    def __init__(self, lanes: int, context_tokens: int, pages: int, page_tokens: int, *, spread: bool = True) -> None:
-        self.lanes, self._spread = lanes, spread
+    def __init__(self, lanes: int, context_tokens: int, pages: int, page_tokens: int) -> None:
+        self.lanes = lanes
         self._table_pages = -(-context_tokens // page_tokens)
         assert pages >= self._table_pages, "the pool holds less than one sequence"
         self.cache = kv_cache.KvCache(pages, page_tokens)
@@ -220,9 +219,8 @@ class SlotTable:
         steps = max_steps
         if behind and self.waiting and len(self.rows) < self.lanes:
             steps = min(max_steps, max(1, max(self._starts)))
-        share = 16 if self._spread else 4  # short sequences are cheap to move on and dear to lay side by side again
         # What comes next may stand outside, in a pool's queue or behind a tool: a call is no good with few rows left.
-        leave_after = max(1, self.lanes // share) if self.waiting else -(-len(self.rows) // 4)
+        leave_after = max(1, self.lanes // 16) if self.waiting else -(-len(self.rows) // 4)
         return Call(self._device_rows(), given, np.int32(steps), np.int32(leave_after))
 
     def _give(self, ready: int, behind: Sequence[Job], max_steps: int) -> device.Given:
@@ -232,7 +230,7 @@ class SlotTable:
         """
         given, starts = device.nothing_given(self.lanes), [max_steps] * len(behind)
         left, self._written = [(job.ids_from(job.held.filled), job.held.filled) for job in behind], []
-        empty = list(range(ready + len(behind), self.lanes)) if self._spread else []
+        empty = list(range(ready + len(behind), self.lanes))
         for step in range(max_steps):
             spare = list(empty)
             for index, job in enumerate(behind):
@@ -261,7 +259,7 @@ class SlotTable:
             rows.temperature[lane], rows.top_k[lane] = sampling.temperature, sampling.top_k
             rows.top_p[lane] = sampling.top_p
             rows.stop_ids[lane] = device.padded_stop_ids(sampling.stop_ids)
-            rows.table[lane, : len(pages)], rows.filled[lane] = pages, job.held.filled
+            rows.table[lane, : len(pages)] = pages
         return rows
 
     def record(

@@ -7,12 +7,37 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rstar2_jax.model import decoder, pages
+from rstar2_jax.model import decoder, pages, pages_native
 from rstar2_jax.settings import Model
 
 ROWS, HEADS, KV_HEADS, DIM, PAGE, COLUMNS = 5, 4, 2, 8, 4, 4
 
-attention, write = jax.jit(pages.attention), jax.jit(pages.write)
+
+def portable(q, keys, values, new_keys, new_values, positions, tables):
+    keys, values = pages.write(keys, values, new_keys, new_values, positions, tables)
+    return pages.attention(q, keys, values, positions, tables), keys, values
+
+
+STEPS = {"portable": jax.jit(portable), "in C": jax.jit(pages_native.step)}
+
+
+@pytest.fixture(params=list(STEPS))
+def step(request):
+    """The portable form, and the part in C, which is there wherever the tests are run."""
+    assert request.param == "portable" or pages_native.available()
+    return STEPS[request.param]
+
+
+@pytest.fixture
+def attention(step):
+    """Attention to a pool in which all is written: a step that writes what stands there."""
+
+    def attend(q, keys, values, positions, tables):
+        at = np.maximum(positions, 0)
+        page = np.take_along_axis(tables, (at // PAGE)[:, None], axis=1)[:, 0]
+        return step(q, keys, values, keys[page, :, :, at % PAGE], values[page, :, at % PAGE], positions, tables)[0]
+
+    return attend
 
 
 def pool(seed, count=ROWS * COLUMNS):
@@ -44,7 +69,7 @@ def plain_attention(q, keys, values, position, table):
     return out
 
 
-def test_it_is_the_softmax_over_the_entries_at_or_before_the_position():
+def test_it_is_the_softmax_over_the_entries_at_or_before_the_position(attention):
     (keys, values), q, table = pool(0), queries(1), tables(2)
     positions = np.array([0, 3, 4, 9, 15], np.int32)
     got = attention(q, keys, values, positions, table)
@@ -53,7 +78,7 @@ def test_it_is_the_softmax_over_the_entries_at_or_before_the_position():
         np.testing.assert_allclose(got[row], wanted, atol=1e-5)
 
 
-def test_a_longer_neighbour_changes_no_bit_of_a_row():
+def test_a_longer_neighbour_changes_no_bit_of_a_row(attention):
     (keys, values), q, table = pool(3), queries(4), tables(5)
     short = attention(q, keys, values, np.array([2, 5, 1, 0, 3], np.int32), table)
     long = attention(q, keys, values, np.array([2, 5, 15, -1, 15], np.int32), table)
@@ -69,36 +94,30 @@ def test_groups_of_rows_give_the_same_bits_as_all_at_once(monkeypatch):
     np.testing.assert_array_equal(whole, apart)
 
 
-def test_a_row_that_takes_no_part_is_finite_and_writes_nothing():
+def test_a_row_that_takes_no_part_is_finite_and_writes_nothing(step):
     (keys, values), q, table = pool(9), queries(10), tables(11)
     nobody = np.full(ROWS, -1, np.int32)
-    assert np.isfinite(attention(q, keys, values, nobody, table)).all()
     new = np.ones((ROWS, KV_HEADS, DIM), np.float32)
-    for before, after in zip((keys, values), write(keys, values, new, new, nobody, table), strict=True):
-        np.testing.assert_array_equal(before, after)
+    out, *after = step(q, keys, values, new, new, nobody, table)
+    assert np.isfinite(out).all()
+    np.testing.assert_array_equal(after[0], keys)
+    np.testing.assert_array_equal(after[1], values)
 
 
 @pytest.mark.parametrize("rest", [0.0, np.nan, np.inf], ids=str)
-def test_what_stands_beyond_a_query_changes_no_bit_of_it_not_even_nan(rest):
+def test_what_stands_beyond_a_query_changes_no_bit_of_it_not_even_nan(attention, rest):
     (keys, values), q, table = pool(16), queries(17), tables(18)
     positions = np.array([0, 3, 6, -1, 15], np.int32)
     wanted = attention(q, keys, values, positions, table)
-    in_windows = jax.jit(windowed_attention)(q, keys, values, positions, table)
     for row, position in enumerate(positions):
         for at in range(position + 1, COLUMNS * PAGE):
             keys[table[row, at // PAGE], :, :, at % PAGE] = values[table[row, at // PAGE], :, at % PAGE] = rest
     taking_part = positions >= 0
     got = attention(q, keys, values, positions, table)
     np.testing.assert_array_equal(got[taking_part], wanted[taking_part])
-    got = jax.jit(windowed_attention)(q, keys, values, positions, table)
-    np.testing.assert_array_equal(got[taking_part], in_windows[taking_part])
 
 
-def windowed_attention(q, keys, values, positions, table):
-    return pages.attention_in_windows(q, *pages.windows(keys, values, table, positions + 1), positions)
-
-
-def test_an_entry_is_written_where_the_table_says_and_nowhere_else():
+def test_an_entry_is_written_where_the_table_says_and_nowhere_else(step):
     (keys, values), table = pool(12), tables(13)
     positions = np.array([0, 7, 15, -1, 10], np.int32)
     new_keys, new_values = (np.random.default_rng(s).normal(size=(ROWS, KV_HEADS, DIM)) for s in (14, 15))
@@ -107,7 +126,8 @@ def test_an_entry_is_written_where_the_table_says_and_nowhere_else():
         if position >= 0:
             page, at = table[row, position // PAGE], position % PAGE
             wanted_keys[page, :, :, at], wanted_values[page, :, at] = new_keys[row], new_values[row]
-    got = write(keys, values, new_keys.astype(np.float32), new_values.astype(np.float32), positions, table)
+    new = new_keys.astype(np.float32), new_values.astype(np.float32)
+    _, *got = step(queries(15), keys, values, *new, positions, table)
     np.testing.assert_array_equal(got[0], wanted_keys)
     np.testing.assert_array_equal(got[1], wanted_values)
 
@@ -133,7 +153,7 @@ def test_tokens_over_pages_in_any_lanes_give_the_hidden_states_of_whole_rows(fam
         ids = np.array([tokens[row, at] if at >= 0 else 0 for row, at in lanes], np.int32)
         positions = np.array([at for _, at in lanes], np.int32)
         owners = np.array([row for row, _ in lanes], np.int32)
-        hidden, cache, _ = step(ids, decoder.Places(positions, table[owners]), cache)
+        hidden, cache = step(ids, decoder.Places(positions, table[owners]), cache)
         for lane, (row, at) in enumerate(lanes):
             if at >= 0:
                 np.testing.assert_allclose(hidden[lane], wanted[row, at], atol=1e-5)

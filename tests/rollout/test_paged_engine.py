@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from rstar2_jax.model import decoder
+from rstar2_jax.model import decoder, pages_native
 from rstar2_jax.rollout import jax_engine
 from rstar2_jax.rollout.engine import EngineError, Request, Sampling
 from rstar2_jax.settings import Model
@@ -72,6 +72,19 @@ async def generate_all(engine, requests):
     return await asyncio.gather(*(engine.generate(r) for r in requests))
 
 
+@pytest.fixture(params=["in C", "portable"])
+def context(request, monkeypatch):
+    """Longest sequence of an engine, whose attention over pages is either the part in C or what XLA makes."""
+    if request.param == "in C":
+        assert pages_native.available()
+        yield CONTEXT
+        return
+    jax.clear_caches()  # what was traced with the part in C has the same shapes
+    monkeypatch.setattr(pages_native, "available", lambda: False)
+    yield CONTEXT
+    jax.clear_caches()
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def whole_row_table(model, params, row, length):
     """[positions, vocab]: log-probabilities of what follows each id of a row that ends after `length` ids."""
@@ -89,7 +102,6 @@ def whole_row_logprobs(model, params, prompt, sampled):
     return np.asarray(table)[np.arange(len(prompt) - 1, length - 1), row[len(prompt) : length]]
 
 
-@pytest.mark.parametrize("context", [256, 512], ids=["in windows", "page by page"])
 def test_a_sample_is_the_same_bits_when_its_pages_were_taken_and_computed_again(store, context):
     requests = [request(seed, ids(seed, 20 + 9 * seed), new=120) for seed in range(8)]
 
@@ -106,7 +118,6 @@ def test_a_sample_is_the_same_bits_when_its_pages_were_taken_and_computed_again(
     assert [bits(g) for g in calm] == [bits(g) for g in tight]
 
 
-@pytest.mark.parametrize("context", [256, 512], ids=["in windows", "page by page"])
 @pytest.mark.parametrize("together", [True, False], ids=["beside it", "after it"])
 def test_a_sequence_that_diverges_changes_no_bit_of_its_neighbours(tmp_path, context, together):
     apart = dataclasses.replace(MODEL, tie_embeddings=False)
@@ -164,7 +175,6 @@ def test_the_turns_of_an_episode_compute_only_what_is_new_and_give_what_a_fresh_
     assert bits(second) == bits(fresh)
 
 
-@pytest.mark.parametrize("context", [256, 512], ids=["in windows", "page by page"])
 def test_an_episode_goes_on_beside_many_others_as_it_does_alone(store, context):
     async def episode(engine, number):
         prompt, generations = ids(number % 3, 40), []

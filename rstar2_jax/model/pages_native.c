@@ -1,0 +1,327 @@
+/* One step of attention over pages on a CPU, behind XLA's foreign function interface: see pages_native.py.
+ *
+ *     q [b, h, d]  keys [n, k, d, p]  values [n, k, p, d]  new keys, new values [b, k, d]  positions [b]  tables [b, t]
+ *     -> out [b, h, d], and keys and values in place
+ *
+ * Every row writes its new key and value before any row attends. A row and one of its key heads are an item of work:
+ * all that is computed of it depends on nothing else, so that its numbers are the same bits on whatever thread and
+ * beside whatever neighbours. Sums are made in float32; entries beyond the position are not read into any of them.
+ */
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "xla/ffi/api/c_api.h"
+
+#define LANES 16
+#define MOST_HEADS 4 /* queries of one key head that are taken together */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+static const int64_t ITEM_COST_FOR_A_THREAD = 1 << 17; /* multiplications for which another thread is worth waking */
+
+typedef struct {
+    const void *q;
+    void *keys, *values, *out;
+    const void *new_keys, *new_values;
+    const int32_t *positions, *tables;
+    int64_t rows, heads, key_heads, width, page_tokens, pages, table_pages, most_entries;
+    int narrow; /* bfloat16 instead of float32 */
+} Job;
+
+typedef struct {
+    Job job;
+    atomic_long next, done, holders;
+} Team;
+
+INLINE lanes load(const float *at) { return *(const lanes *)at; }
+INLINE void store(float *at, lanes x) { *(lanes *)at = x; }
+
+INLINE float widened(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+INLINE uint16_t narrowed(float x) { /* to the nearest, ties to even */
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* NaN stays NaN */
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+INLINE int64_t rounded_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+/* e^x for x <= 0: 2^n times the Taylor polynomial of the rest, which is within ln(2)/2 of 0; NaN stays NaN. */
+INLINE lanes exponential(lanes x) {
+    const float shift = 12582912.0f; /* 1.5 * 2^23: what is added to it is rounded to an integer */
+    lanes shifted = x * 1.44269504f + shift, n = shifted - shift;
+    lanes r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    lanes y = 1.0f + r * (1.0f / 7);
+    for (int i = 6; i > 0; i--) y = 1.0f + r * y * (1.0f / i);
+    ints power = ((ints)shifted - 0x4b400000 + 127) << 23;
+    ints tiny = x < -87.0f;
+    return (lanes)((ints)(y * (lanes)power) & ~tiny);
+}
+
+/* Rows of a page as float32, LANES or more apart: the pool itself where it can be read as it lies, else a copy. */
+INLINE const float *rows_of(const Job *job, const void *pool, int64_t from, int64_t rows, int64_t columns,
+                            int64_t *apart, float *copy) {
+    *apart = columns < LANES ? LANES : columns;
+    if (!job->narrow && columns >= LANES) return (const float *)pool + from;
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < columns; c++) {
+            int64_t at = from + r * columns + c;
+            copy[r * *apart + c] = job->narrow ? widened(((const uint16_t *)pool)[at]) : ((const float *)pool)[at];
+        }
+        for (int64_t c = columns; c < *apart; c++) copy[r * *apart + c] = 0;
+    }
+    return copy;
+}
+
+/* scores[g][at ...] of `blocks` blocks of LANES entries, as many heads at once as the registers hold. */
+INLINE void score(int heads, int blocks, const float *q, int64_t width, const float *keys, int64_t apart, float *scores,
+                  int64_t stride) {
+    lanes sums[MOST_HEADS][4];
+    for (int g = 0; g < heads; g++)
+        for (int i = 0; i < blocks; i++) sums[g][i] = (lanes){0};
+    for (int64_t d = 0; d < width; d++)
+        for (int i = 0; i < blocks; i++) {
+            lanes key = load(keys + d * apart + i * LANES);
+            for (int g = 0; g < heads; g++) sums[g][i] += q[g * width + d] * key;
+        }
+    for (int g = 0; g < heads; g++)
+        for (int i = 0; i < blocks; i++) store(scores + g * stride + i * LANES, sums[g][i]);
+}
+
+/* out[g] += weights[g][p] values[p] over `count` entries, `blocks` blocks of LANES columns. */
+INLINE void add_values(int heads, int blocks, const float *weights, int64_t stride, const float *values, int64_t apart,
+                       int64_t count, float *out, int64_t out_stride) {
+    lanes sums[MOST_HEADS][4];
+    for (int g = 0; g < heads; g++)
+        for (int i = 0; i < blocks; i++) sums[g][i] = load(out + g * out_stride + i * LANES);
+    for (int64_t p = 0; p < count; p++)
+        for (int i = 0; i < blocks; i++) {
+            lanes value = load(values + p * apart + i * LANES);
+            for (int g = 0; g < heads; g++) sums[g][i] += weights[g * stride + p] * value;
+        }
+    for (int g = 0; g < heads; g++)
+        for (int i = 0; i < blocks; i++) store(out + g * out_stride + i * LANES, sums[g][i]);
+}
+
+/* Softmax over the first `entries` scores, in place and not yet divided by the sum, which is returned. */
+INLINE float weigh(float *scores, int64_t entries) {
+    float best = -__builtin_inff(), total = 0;
+    lanes tops = (lanes){0} + best, sums = {0};
+    for (int64_t i = entries; i < rounded_up(entries); i++) scores[i] = best;
+    for (int64_t i = 0; i < entries; i += LANES) {
+        lanes x = load(scores + i);
+        ints above = x > tops;
+        tops = (lanes)((above & (ints)x) | (~above & (ints)tops));
+    }
+    for (int i = 0; i < LANES; i++) best = tops[i] > best ? tops[i] : best;
+    for (int64_t i = 0; i < entries; i += LANES) {
+        lanes weights = exponential(load(scores + i) - best);
+        sums += weights;
+        store(scores + i, weights);
+    }
+    for (int i = 0; i < LANES; i++) total += sums[i];
+    return total;
+}
+
+/* Floats of memory that an item needs: queries, sums, scores, a copy of a page of one head. */
+static int64_t scratch_floats(const Job *job) {
+    int64_t width = job->width < LANES ? LANES : job->width, page = job->page_tokens < LANES ? LANES : job->page_tokens;
+    return MOST_HEADS * (2 * width + rounded_up(job->most_entries) + page + LANES) + width * page;
+}
+
+INLINE void attend_heads(const Job *job, int heads, int64_t row, int64_t key_head, int64_t first, float *scratch) {
+    int64_t d = job->width, p = job->page_tokens, entries = job->positions[row] + (int64_t)1, apart;
+    int64_t wide = d < LANES ? LANES : d, stride = rounded_up(job->most_entries) + (p < LANES ? LANES : p);
+    const int32_t *table = job->tables + row * job->table_pages;
+    float *q = scratch, *sums = q + MOST_HEADS * wide, *scores = sums + MOST_HEADS * wide;
+    float *copy = scores + MOST_HEADS * (stride + LANES), totals[MOST_HEADS];
+    int64_t from = (row * job->heads + first) * d, page_size = d * p;
+    float scale = 1 / __builtin_sqrtf((float)d);
+    for (int64_t i = 0; i < heads * d; i++)
+        q[i] = scale * (job->narrow ? widened(((const uint16_t *)job->q)[from + i]) : ((const float *)job->q)[from + i]);
+    for (int64_t at = 0; at < entries; at += p) {
+        int64_t page = table[at / p] * job->key_heads + key_head;
+        const float *keys = rows_of(job, job->keys, page * page_size, d, p, &apart, copy);
+        int64_t block = 0;
+        for (; block + 2 * LANES <= apart; block += 2 * LANES)
+            score(heads, 2, q, d, keys + block, apart, scores + at + block, stride);
+        for (; block < apart; block += LANES) {
+            int64_t begin = block + LANES <= apart ? block : apart - LANES; /* the last two may overlap */
+            score(heads, 1, q, d, keys + begin, apart, scores + at + begin, stride);
+        }
+    }
+    for (int g = 0; g < heads; g++) totals[g] = weigh(scores + g * stride, entries);
+    memset(sums, 0, sizeof(float) * MOST_HEADS * wide);
+    for (int64_t at = 0; at < entries; at += p) {
+        int64_t page = table[at / p] * job->key_heads + key_head, count = entries - at < p ? entries - at : p;
+        const float *values = rows_of(job, job->values, page * page_size, count, d, &apart, copy);
+        int64_t block = 0;
+        for (; block + 2 * LANES <= apart; block += 2 * LANES)
+            add_values(heads, 2, scores + at, stride, values + block, apart, count, sums + block, wide);
+        if (block + LANES <= apart) {
+            add_values(heads, 1, scores + at, stride, values + block, apart, count, sums + block, wide);
+            block += LANES;
+        }
+        for (; block < apart; block++)
+            for (int64_t i = 0; i < count; i++)
+                for (int g = 0; g < heads; g++)
+                    sums[g * wide + block] += scores[g * stride + at + i] * values[i * apart + block];
+    }
+    for (int g = 0; g < heads; g++)
+        for (int64_t i = 0; i < d; i++) {
+            float y = sums[g * wide + i] / totals[g];
+            if (job->narrow)
+                ((uint16_t *)job->out)[from + g * d + i] = narrowed(y);
+            else
+                ((float *)job->out)[from + g * d + i] = y;
+        }
+}
+
+static void attend(const Job *job, int64_t item, float *scratch) {
+    int64_t row = item / job->key_heads, key_head = item % job->key_heads, group = job->heads / job->key_heads;
+    if (job->positions[row] < 0) {
+        size_t bytes = job->narrow ? 2 : 4, size = group * job->width * bytes;
+        memset((char *)job->out + (row * job->heads + key_head * group) * job->width * bytes, 0, size);
+        return;
+    }
+    for (int64_t done = 0; done < group;) {
+        int64_t first = key_head * group + done, left = group - done;
+        if (left >= 4) attend_heads(job, 4, row, key_head, first, scratch), done += 4;
+        else if (left >= 2) attend_heads(job, 2, row, key_head, first, scratch), done += 2;
+        else attend_heads(job, 1, row, key_head, first, scratch), done += 1;
+    }
+}
+
+static void write_entries(const Job *job) {
+    int64_t d = job->width, p = job->page_tokens;
+    for (int64_t row = 0; row < job->rows; row++) {
+        if (job->positions[row] < 0) continue;
+        int64_t page = job->tables[row * job->table_pages + job->positions[row] / p], at = job->positions[row] % p;
+        for (int64_t head = 0; head < job->key_heads; head++) {
+            int64_t from = (row * job->key_heads + head) * d, to = (page * job->key_heads + head) * d * p;
+            if (job->narrow) {
+                for (int64_t i = 0; i < d; i++)
+                    ((uint16_t *)job->keys)[to + i * p + at] = ((const uint16_t *)job->new_keys)[from + i];
+                memcpy((uint16_t *)job->values + to + at * d, (const uint16_t *)job->new_values + from, 2 * d);
+            } else {
+                for (int64_t i = 0; i < d; i++)
+                    ((float *)job->keys)[to + i * p + at] = ((const float *)job->new_keys)[from + i];
+                memcpy((float *)job->values + to + at * d, (const float *)job->new_values + from, 4 * d);
+            }
+        }
+    }
+}
+
+/* Takes items until none is left; nothing of the job is looked at once that is so, since its caller may be gone. */
+static void work(Team *team, float *scratch) {
+    long items = team->job.rows * team->job.key_heads, item;
+    while ((item = atomic_fetch_add(&team->next, 1)) < items) {
+        attend(&team->job, item, scratch);
+        atomic_fetch_add(&team->done, 1);
+    }
+}
+
+static void leave(Team *team) {
+    if (atomic_fetch_sub(&team->holders, 1) == 1) free(team);
+}
+
+static void help(void *data) {
+    Team *team = data;
+    float *scratch = malloc(sizeof(float) * scratch_floats(&team->job));
+    if (scratch != NULL) work(team, scratch); /* without memory the others do its share */
+    free(scratch);
+    leave(team);
+}
+
+static XLA_FFI_Error *failure(XLA_FFI_CallFrame *frame, XLA_FFI_Error_Code code, const char *message) {
+    XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, message, code};
+    return frame->api->XLA_FFI_Error_Create(&args);
+}
+
+/* Wakes threads of XLA's pool, at most one for each share of the work that is worth it. */
+static void call_for_help(XLA_FFI_CallFrame *frame, Team *team, int64_t cost) {
+    int64_t threads = 1;
+    XLA_FFI_ThreadPool_NumThreads_Args asked = {XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, frame->ctx,
+                                                &threads};
+    XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&asked);
+    int64_t wanted = cost / ITEM_COST_FOR_A_THREAD, helpers = (threads < wanted ? threads : wanted) - 1;
+    for (int64_t i = 0; error == NULL && i < helpers; i++) {
+        XLA_FFI_ThreadPool_Schedule_Args args = {XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL, frame->ctx, help,
+                                                 team};
+        atomic_fetch_add(&team->holders, 1);
+        error = frame->api->XLA_FFI_ThreadPool_Schedule(&args);
+        if (error != NULL) atomic_fetch_sub(&team->holders, 1);
+    }
+    if (error != NULL) { /* there is no pool: this thread does all of it */
+        XLA_FFI_Error_Destroy_Args args = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
+        frame->api->XLA_FFI_Error_Destroy(&args);
+    }
+}
+
+static const char *fill(Job *job, const XLA_FFI_CallFrame *frame) {
+    if (frame->args.size != 7 || frame->rets.size != 3) return "pages: 7 arguments and 3 results are needed";
+    XLA_FFI_Buffer **in = (XLA_FFI_Buffer **)frame->args.args, **out = (XLA_FFI_Buffer **)frame->rets.rets;
+    XLA_FFI_DataType dtype = in[0]->dtype;
+    if (dtype != XLA_FFI_DataType_F32 && dtype != XLA_FFI_DataType_BF16) return "pages: float32 or bfloat16 is needed";
+    for (int i = 1; i < 5; i++)
+        if (in[i]->dtype != dtype) return "pages: queries, keys and values must be of one dtype";
+    const int64_t *keys = in[1]->dims;
+    *job = (Job){.q = in[0]->data, .keys = out[1]->data, .values = out[2]->data, .out = out[0]->data,
+                 .new_keys = in[3]->data, .new_values = in[4]->data, .positions = in[5]->data, .tables = in[6]->data,
+                 .rows = in[0]->dims[0], .heads = in[0]->dims[1], .width = in[0]->dims[2], .pages = keys[0],
+                 .key_heads = keys[1], .page_tokens = keys[3], .table_pages = in[6]->dims[1],
+                 .narrow = dtype == XLA_FFI_DataType_BF16};
+    if (in[1]->data != job->keys || in[2]->data != job->values) return "pages: keys and values must be updated in place";
+    for (int64_t row = 0; row < job->rows; row++) {
+        int64_t entries = job->positions[row] + (int64_t)1;
+        if (entries > job->table_pages * job->page_tokens) return "pages: a position lies beyond its table";
+        for (int64_t at = 0; at < entries; at += job->page_tokens) {
+            int32_t page = job->tables[row * job->table_pages + at / job->page_tokens];
+            if (page < 0 || page >= job->pages) return "pages: a table names a page that the pool does not have";
+        }
+        if (entries > job->most_entries) job->most_entries = entries;
+    }
+    return NULL;
+}
+
+XLA_FFI_Error *rstar2_pages_step(XLA_FFI_CallFrame *frame) {
+    if (frame->extension_start != NULL && frame->extension_start->type == XLA_FFI_Extension_Metadata) {
+        XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)frame->extension_start)->metadata;
+        metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+        metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+        return NULL;
+    }
+    if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return NULL;
+    Team *team = calloc(1, sizeof(Team));
+    if (team == NULL) return failure(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "pages: no memory");
+    const char *wrong = fill(&team->job, frame);
+    float *scratch = wrong ? NULL : malloc(sizeof(float) * scratch_floats(&team->job));
+    if (scratch == NULL) {
+        free(team);
+        XLA_FFI_Error_Code code = wrong ? XLA_FFI_Error_Code_INVALID_ARGUMENT : XLA_FFI_Error_Code_RESOURCE_EXHAUSTED;
+        return failure(frame, code, wrong ? wrong : "pages: no memory");
+    }
+    const Job *job = &team->job;
+    long items = job->rows * job->key_heads;
+    int64_t cost = 0;
+    for (int64_t row = 0; row < job->rows; row++) cost += 2 * (job->positions[row] + (int64_t)1);
+    write_entries(job);
+    atomic_store(&team->holders, 1);
+    call_for_help(frame, team, cost * job->heads * job->width);
+    work(team, scratch);
+    while (atomic_load(&team->done) < items) sched_yield(); /* what another thread has begun ends soon */
+    free(scratch);
+    leave(team);
+    return NULL;
+}

@@ -1,0 +1,151 @@
+"""The part in C beside the portable form: sizes, dtypes, threads, tables that are wrong, and no compiler."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rstar2_jax.model import pages, pages_native
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+SIZES = {  # rows, heads, key heads, width of a head, entries of a page, entries of the longest sequence
+    "the box": (64, 4, 2, 24, 32, 100),
+    "one key head for each": (5, 3, 3, 64, 32, 90),
+    "seven queries a key head": (3, 14, 2, 64, 32, 70),
+    "wide": (4, 10, 2, 128, 32, 200),
+    "narrower than a vector": (4, 4, 2, 6, 32, 40),
+    "pages of 20 entries": (6, 8, 4, 32, 20, 130),
+    "pages of 3 entries": (6, 8, 4, 40, 3, 50),
+    "enough for several threads": (16, 16, 8, 64, 32, 900),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled():
+    assert pages_native.available()
+
+
+def arguments(rows, heads, key_heads, width, page, longest, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    columns = -(-longest // page)
+    count = rows * columns
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    q, new = normal(rows, heads, width), [normal(rows, key_heads, width) for _ in range(2)]
+    pool = normal(count, key_heads, width, page), normal(count, key_heads, page, width)
+    positions = rng.integers(0, longest, size=rows).astype(np.int32)
+    positions[:3] = longest - 1, 0, -1
+    return q, *pool, *new, positions, rng.permutation(count).reshape(rows, columns).astype(np.int32)
+
+
+def in_xla(q, keys, values, new_keys, new_values, positions, tables):
+    keys, values = pages.write(keys, values, new_keys, new_values, positions, tables)
+    return pages.attention(q, keys, values, positions, tables), keys, values
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_it_computes_what_the_portable_form_does(sizes):
+    args = arguments(*sizes)
+    found, wanted = jax.jit(pages_native.step)(*args), jax.jit(in_xla)(*args)
+    part = args[5] >= 0
+    np.testing.assert_allclose(found[0][part], wanted[0][part], atol=2e-6)
+    np.testing.assert_array_equal(found[0][~part], 0)
+    for after, expected in zip(found[1:], wanted[1:], strict=True):
+        np.testing.assert_array_equal(after, expected)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_bfloat16_is_summed_in_float32_and_rounded_once(sizes):
+    args = arguments(*sizes, dtype=jnp.bfloat16)
+    found = jax.jit(pages_native.step)(*args)
+    exact = jax.jit(in_xla)(*(x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in args))
+    part = args[5] >= 0
+    rounded = np.asarray(exact[0], np.float32)[part]
+    apart = np.abs(np.asarray(found[0], np.float32)[part] - rounded)
+    assert np.all(apart <= 2**-8 * np.abs(rounded) + 1e-6)
+    for after, expected in zip(found[1:], exact[1:], strict=True):
+        np.testing.assert_array_equal(np.asarray(after, np.float32), expected)
+
+
+def test_scores_far_apart_underflow_to_nothing_and_an_infinite_one_is_nan():
+    q, keys, values, *rest = arguments(4, 2, 1, 16, 32, 60)
+    far, _, _ = jax.jit(pages_native.step)(100 * q, keys, values, *rest)
+    wanted, _, _ = jax.jit(in_xla)(100 * q, keys, values, *rest)
+    np.testing.assert_allclose(far[0], wanted[0], atol=1e-4)
+    broken, _, _ = jax.jit(pages_native.step)(q.at[0].set(jnp.inf), keys, values, *rest)
+    assert np.isnan(broken[0]).all() and np.isfinite(broken[1:]).all()
+
+
+def test_a_row_alone_has_the_bits_that_it_has_among_many_on_several_threads():
+    args = arguments(*SIZES["enough for several threads"])
+    q, keys, values, new_keys, new_values, positions, tables = args
+    together, _, _ = jax.jit(pages_native.step)(*args)
+    for row in (0, 1, 7, 15):
+        one = slice(row, row + 1)
+        alone = [q[one], keys, values, new_keys[one], new_values[one], positions[one], tables[one]]
+        np.testing.assert_array_equal(jax.jit(pages_native.step)(*alone)[0][0], together[row])
+
+
+def test_the_pool_is_updated_where_it_lies():
+    args = arguments(*SIZES["the box"])
+    where = [leaf.unsafe_buffer_pointer() for leaf in args[1:3]]
+    _, *after = jax.jit(pages_native.step, donate_argnums=(1, 2))(*args)
+    assert [leaf.unsafe_buffer_pointer() for leaf in after] == where
+
+
+@pytest.mark.parametrize("page", [-1, 64 * 4, 2**31 - 1])
+def test_a_table_that_points_outside_the_pool_is_an_error(page):
+    *args, tables = arguments(*SIZES["the box"])
+    tables[0, 1] = page
+    with pytest.raises(Exception, match="a page that the pool does not have"):
+        jax.block_until_ready(jax.jit(pages_native.step)(*args, tables))
+
+
+def test_a_position_beyond_its_table_is_an_error():
+    args = arguments(*SIZES["the box"])
+    args[5][4] = 4 * 32
+    with pytest.raises(Exception, match="beyond its table"):
+        jax.block_until_ready(jax.jit(pages_native.step)(*args))
+
+
+def test_without_a_compiler_the_log_says_so_and_the_portable_form_is_used(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with caplog.at_level(logging.WARNING):
+        assert not pages_native._registered.__wrapped__()
+    assert "no C compiler was found (Debian: apt-get install gcc libc6-dev)" in caplog.text
+    monkeypatch.setattr(pages_native, "available", lambda: False)
+    q, keys, values, new_keys, new_values, *rest = arguments(*SIZES["wide"])
+    found = pages.step(q, (new_keys, new_values), (keys, values), *rest)
+    np.testing.assert_array_equal(found[0], in_xla(q, keys, values, new_keys, new_values, *rest)[0])
+
+
+def test_a_compiler_that_fails_is_an_error_with_its_words(monkeypatch, tmp_path):
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho no such header >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(OSError, match="no such header"):
+        pages_native.build(tmp_path / "native")
+    assert list((tmp_path / "native").iterdir()) == []
+
+
+def test_processes_that_compile_at_once_all_get_it(tmp_path):
+    code = (
+        "import pathlib, sys; from rstar2_jax.model import pages_native as p; print(p.build(pathlib.Path(sys.argv[1])))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = {process.communicate(timeout=120)[0].strip() for process in running}
+    assert len(said) == 1 and [str(path) for path in tmp_path.iterdir()] == list(said)
