@@ -3,9 +3,9 @@
  *     q [b, h, d]  keys [n, k, d, p]  values [n, k, p, d]  new keys, new values [b, k, d]  positions [b]  tables [b, t]
  *     -> out [b, h, d], and keys and values in place
  *
- * Every row writes its new key and value before any row attends. A row and one of its key heads are an item of work:
- * all that is computed of it depends on nothing else, so that its numbers are the same bits on whatever thread and
- * beside whatever neighbours. Sums are made in float32; entries beyond the position are not read into any of them.
+ * Every row writes its new key and value before any row attends. What is computed of
+ * a row's head depends on nothing else, so that its numbers are the same bits on whatever thread and beside whatever
+ * neighbours. Sums are made in float32; entries beyond the position are not read into any of them.
  */
 #include <sched.h>
 #include <stdatomic.h>
@@ -22,6 +22,8 @@
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
+#define ROWS_FOR_WHOLE_ITEMS 16 /* fewer are split by their heads, so that there is something for each thread */
+
 static const int64_t ITEM_COST_FOR_A_THREAD = 1 << 17; /* multiplications for which another thread is worth waking */
 
 typedef struct {
@@ -35,6 +37,7 @@ typedef struct {
 
 typedef struct {
     Job job;
+    long parts; /* of a row's heads; an item of work is one of them */
     atomic_long next, done, holders;
 } Team;
 
@@ -135,72 +138,85 @@ INLINE float weigh(float *scores, int64_t entries) {
 }
 
 /* Floats of memory that an item needs: queries, sums, scores, a copy of a page of one head. */
+static int64_t wide(const Job *job) { return job->width < LANES ? LANES : job->width; }
+static int64_t score_floats(const Job *job) {
+    return rounded_up(job->most_entries) + (job->page_tokens < LANES ? LANES : job->page_tokens) + LANES;
+}
 static int64_t scratch_floats(const Job *job) {
-    int64_t width = job->width < LANES ? LANES : job->width, page = job->page_tokens < LANES ? LANES : job->page_tokens;
-    return MOST_HEADS * (2 * width + rounded_up(job->most_entries) + page + LANES) + width * page;
+    int64_t page = job->page_tokens < LANES ? LANES : job->page_tokens;
+    return job->heads * (2 * wide(job) + score_floats(job)) + wide(job) * page;
 }
 
-INLINE void attend_heads(const Job *job, int heads, int64_t row, int64_t key_head, int64_t first, float *scratch) {
+INLINE void score_page(const Job *job, int heads, const float *q, const float *keys, int64_t apart, float *scores) {
+    int64_t stride = score_floats(job), block = 0;
+    for (; block + 2 * LANES <= apart; block += 2 * LANES)
+        score(heads, 2, q, job->width, keys + block, apart, scores + block, stride);
+    for (; block < apart; block += LANES) {
+        int64_t begin = block + LANES <= apart ? block : apart - LANES; /* the last two may overlap */
+        score(heads, 1, q, job->width, keys + begin, apart, scores + begin, stride);
+    }
+}
+
+INLINE void add_page(const Job *job, int heads, const float *weights, const float *values, int64_t apart, int64_t count,
+                     float *sums) {
+    int64_t stride = score_floats(job), out = wide(job), block = 0;
+    for (; block + 2 * LANES <= apart; block += 2 * LANES)
+        add_values(heads, 2, weights, stride, values + block, apart, count, sums + block, out);
+    if (block + LANES <= apart) {
+        add_values(heads, 1, weights, stride, values + block, apart, count, sums + block, out);
+        block += LANES;
+    }
+    for (; block < apart; block++)
+        for (int64_t i = 0; i < count; i++)
+            for (int g = 0; g < heads; g++) sums[g * out + block] += weights[g * stride + i] * values[i * apart + block];
+}
+
+/* One row's queries of the key heads from `first` up to `last`, page by page, all heads of a page together, since they
+ * lie side by side. */
+static void attend(const Job *job, int64_t row, int64_t first, int64_t last, float *scratch) {
     int64_t d = job->width, p = job->page_tokens, entries = job->positions[row] + (int64_t)1, apart;
-    int64_t wide = d < LANES ? LANES : d, stride = rounded_up(job->most_entries) + (p < LANES ? LANES : p);
+    int64_t group = job->heads / job->key_heads, stride = score_floats(job), out = wide(job);
     const int32_t *table = job->tables + row * job->table_pages;
-    float *q = scratch, *sums = q + MOST_HEADS * wide, *scores = sums + MOST_HEADS * wide;
-    float *copy = scores + MOST_HEADS * (stride + LANES), totals[MOST_HEADS];
-    int64_t from = (row * job->heads + first) * d, page_size = d * p;
-    float scale = 1 / __builtin_sqrtf((float)d);
-    for (int64_t i = 0; i < heads * d; i++)
-        q[i] = scale * (job->narrow ? widened(((const uint16_t *)job->q)[from + i]) : ((const float *)job->q)[from + i]);
-    for (int64_t at = 0; at < entries; at += p) {
-        int64_t page = table[at / p] * job->key_heads + key_head;
-        const float *keys = rows_of(job, job->keys, page * page_size, d, p, &apart, copy);
-        int64_t block = 0;
-        for (; block + 2 * LANES <= apart; block += 2 * LANES)
-            score(heads, 2, q, d, keys + block, apart, scores + at + block, stride);
-        for (; block < apart; block += LANES) {
-            int64_t begin = block + LANES <= apart ? block : apart - LANES; /* the last two may overlap */
-            score(heads, 1, q, d, keys + begin, apart, scores + at + begin, stride);
-        }
-    }
-    for (int g = 0; g < heads; g++) totals[g] = weigh(scores + g * stride, entries);
-    memset(sums, 0, sizeof(float) * MOST_HEADS * wide);
-    for (int64_t at = 0; at < entries; at += p) {
-        int64_t page = table[at / p] * job->key_heads + key_head, count = entries - at < p ? entries - at : p;
-        const float *values = rows_of(job, job->values, page * page_size, count, d, &apart, copy);
-        int64_t block = 0;
-        for (; block + 2 * LANES <= apart; block += 2 * LANES)
-            add_values(heads, 2, scores + at, stride, values + block, apart, count, sums + block, wide);
-        if (block + LANES <= apart) {
-            add_values(heads, 1, scores + at, stride, values + block, apart, count, sums + block, wide);
-            block += LANES;
-        }
-        for (; block < apart; block++)
-            for (int64_t i = 0; i < count; i++)
-                for (int g = 0; g < heads; g++)
-                    sums[g * wide + block] += scores[g * stride + at + i] * values[i * apart + block];
-    }
-    for (int g = 0; g < heads; g++)
-        for (int64_t i = 0; i < d; i++) {
-            float y = sums[g * wide + i] / totals[g];
-            if (job->narrow)
-                ((uint16_t *)job->out)[from + g * d + i] = narrowed(y);
-            else
-                ((float *)job->out)[from + g * d + i] = y;
-        }
-}
-
-static void attend(const Job *job, int64_t item, float *scratch) {
-    int64_t row = item / job->key_heads, key_head = item % job->key_heads, group = job->heads / job->key_heads;
-    if (job->positions[row] < 0) {
-        size_t bytes = job->narrow ? 2 : 4, size = group * job->width * bytes;
-        memset((char *)job->out + (row * job->heads + key_head * group) * job->width * bytes, 0, size);
+    float *q = scratch, *sums = q + job->heads * out, *scores = sums + job->heads * out;
+    float *copy = scores + job->heads * stride, scale = 1 / __builtin_sqrtf((float)d);
+    int64_t from = row * job->heads * d;
+    if (entries <= 0) {
+        size_t bytes = job->narrow ? 2 : 4;
+        memset((char *)job->out + (from + first * group * d) * bytes, 0, (last - first) * group * d * bytes);
         return;
     }
-    for (int64_t done = 0; done < group;) {
-        int64_t first = key_head * group + done, left = group - done;
-        if (left >= 4) attend_heads(job, 4, row, key_head, first, scratch), done += 4;
-        else if (left >= 2) attend_heads(job, 2, row, key_head, first, scratch), done += 2;
-        else attend_heads(job, 1, row, key_head, first, scratch), done += 1;
-    }
+    for (int64_t i = first * group * d; i < last * group * d; i++)
+        q[i] = scale * (job->narrow ? widened(((const uint16_t *)job->q)[from + i]) : ((const float *)job->q)[from + i]);
+    for (int64_t at = 0; at < entries; at += p)
+        for (int64_t head = first; head < last; head++) {
+            int64_t page = (table[at / p] * job->key_heads + head) * d * p;
+            const float *keys = rows_of(job, job->keys, page, d, p, &apart, copy);
+            int64_t h = head * group, left = group;
+            for (; left >= 4; left -= 4, h += 4) score_page(job, 4, q + h * d, keys, apart, scores + h * stride + at);
+            for (; left >= 2; left -= 2, h += 2) score_page(job, 2, q + h * d, keys, apart, scores + h * stride + at);
+            if (left) score_page(job, 1, q + h * d, keys, apart, scores + h * stride + at);
+        }
+    memset(sums + first * group * out, 0, sizeof(float) * (last - first) * group * out);
+    for (int64_t h = first * group; h < last * group; h++) q[h] = weigh(scores + h * stride, entries);
+    for (int64_t at = 0; at < entries; at += p)
+        for (int64_t head = first; head < last; head++) {
+            int64_t page = (table[at / p] * job->key_heads + head) * d * p, count = entries - at < p ? entries - at : p;
+            const float *values = rows_of(job, job->values, page, count, d, &apart, copy);
+            int64_t h = head * group, left = group;
+            for (; left >= 4; left -= 4, h += 4)
+                add_page(job, 4, scores + h * stride + at, values, apart, count, sums + h * out);
+            for (; left >= 2; left -= 2, h += 2)
+                add_page(job, 2, scores + h * stride + at, values, apart, count, sums + h * out);
+            if (left) add_page(job, 1, scores + h * stride + at, values, apart, count, sums + h * out);
+        }
+    for (int64_t h = first * group; h < last * group; h++)
+        for (int64_t i = 0; i < d; i++) {
+            float y = sums[h * out + i] / q[h];
+            if (job->narrow)
+                ((uint16_t *)job->out)[from + h * d + i] = narrowed(y);
+            else
+                ((float *)job->out)[from + h * d + i] = y;
+        }
 }
 
 static void write_entries(const Job *job) {
@@ -225,9 +241,10 @@ static void write_entries(const Job *job) {
 
 /* Takes items until none is left; nothing of the job is looked at once that is so, since its caller may be gone. */
 static void work(Team *team, float *scratch) {
-    long items = team->job.rows * team->job.key_heads, item;
+    long parts = team->parts, items = team->job.rows * parts, item;
     while ((item = atomic_fetch_add(&team->next, 1)) < items) {
-        attend(&team->job, item, scratch);
+        int64_t heads = team->job.key_heads, part = item % parts;
+        attend(&team->job, item / parts, part * heads / parts, (part + 1) * heads / parts, scratch);
         atomic_fetch_add(&team->done, 1);
     }
 }
@@ -313,7 +330,8 @@ XLA_FFI_Error *rstar2_pages_step(XLA_FFI_CallFrame *frame) {
         return failure(frame, code, wrong ? wrong : "pages: no memory");
     }
     const Job *job = &team->job;
-    long items = job->rows * job->key_heads;
+    team->parts = job->rows < ROWS_FOR_WHOLE_ITEMS ? job->key_heads : 1;
+    long items = job->rows * team->parts;
     int64_t cost = 0;
     for (int64_t row = 0; row < job->rows; row++) cost += 2 * (job->positions[row] + (int64_t)1);
     write_entries(job);
