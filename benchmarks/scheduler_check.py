@@ -184,7 +184,11 @@ async def check(kv_tokens: int, decode_steps: int, rounds: int) -> dict[str, obj
         base, per_token, prefill = np.mean([before, await calibrate(ample, rng)], axis=0).tolist()
         speeds = {"base_s": base, "per_kv_token_s": per_token, "prefill_tokens_per_s": prefill}
         machine = simulation.Machine(kv_tokens=kv_tokens, rows=LANES, **speeds)
-        simulated = Watched(work, 1, machine, "pool", CONTEXT - min(trace.prompt_tokens for trace in work))
+        balancer, budget = (
+            simulation.scheduler("pool", 1, machine, CONTEXT),
+            CONTEXT - min(t.prompt_tokens for t in work),
+        )
+        simulated = Watched(work, [simulation.Engine(machine)], "pool", budget, balancer)
         result = simulated.run()
         sampled = sum(sum(trace.turns) for trace in work)
         more = {

@@ -8,10 +8,14 @@ The decisions of `pool` are rstar2_jax.rollout.balance itself. An engine decodes
 step takes `base_s + per_kv_token_s * tokens held` seconds, prefill so many tokens a second, and rows that outgrow the
 memory are evicted (latest first), wait, and are prefilled again: those tokens are counted as recomputed.
 
+Several steps follow one another, as in training: the pool knows nothing of lengths in the first, and what the steps
+before have shown in each later one; the oracle and the others start every step alike.
+
     static       every prompt's samples go to engine i mod n at the start, whatever they turn out to need
     round_robin  every turn goes to the next engine, which prefills the whole context again
-    pool         balance.Balancer: free KV tokens, expected lengths, affinity; first come, or longest prompts first
-    oracle       the same with every true length known beforehand, longest first
+    pool         balance.Balancer: free KV tokens, expected lengths, affinity, moves between turns; first come, or
+                 longest prompts first
+    oracle       the same with every true length known beforehand, longest first, without moves
 
 Utilisation is sampled tokens / (seconds * engines * tokens per second of a full engine). Not modelled: network,
 weight updates, and engines of unlike speed.
@@ -21,45 +25,22 @@ from __future__ import annotations
 
 import argparse
 import collections
-import dataclasses
 import heapq
 import itertools
 import json
+import pathlib
 import statistics
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from rstar2_jax.rollout import balance
+from rstar2_jax.rollout import balance, lengths
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-    """One engine: KV tokens, seconds of a decode step, prefill tokens a second, most rows at once."""
-
-    kv_tokens: int = 732_000
-    base_s: float = 8e-3
-    per_kv_token_s: float = 3.3e-8
-    prefill_tokens_per_s: float = 20_000.0
-    rows: int = 1024
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trace:
-    """One rollout: prompt, sampled tokens and tool seconds of each turn (the last turn's tool is 0)."""
-
-    name: str
-    family: str
-    prompt_tokens: int
-    turns: tuple[int, ...]
-    tools_s: tuple[float, ...]
-    reply_tokens: int
-
-    @property
-    def response_tokens(self) -> int:
-        """Everything after the prompt."""
-        return sum(self.turns) + self.reply_tokens * (len(self.turns) - 1)
+from scheduler_engine import Engine, Machine, Row, Trace  # noqa: E402 (found beside this file)
 
 
 def traces(prompts: int, samples: int, seed: int, budget: int) -> list[Trace]:
@@ -92,146 +73,73 @@ def traces(prompts: int, samples: int, seed: int, budget: int) -> list[Trace]:
     return made
 
 
-@dataclasses.dataclass(eq=False)
-class Row:
-    """A rollout in the simulation. While it runs, its tokens are those at `joined` plus the engine's progress since."""
+class Oracle(balance.Balancer):
+    """The same scheduler with every rollout's budget its true length: what an engine is to hold is no estimate."""
 
-    trace: Trace
-    turn: int = 0
-    done_in_turn: float = 0.0
-    context: float = 0.0  # tokens that it has, cached or not
-    cached: float = 0.0
-    joined: float = 0.0  # the engine's progress when it started to run
-    entry: balance.Rollout | None = None
-
-
-class Engine:
-    """Rows that decode in step: `progress` counts the tokens that a row running from the start would have."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self.now_s = self.progress = 0.0
-        self.running: dict[str, Row] = {}
-        self.ends: list[tuple[float, int, Row]] = []  # (progress at which its turn ends, tie, row)
-        self.tie = itertools.count()
-        self.waiting: collections.deque[Row] = collections.deque()
-        self.resting: dict[str, Row] = {}  # tools run, pages stay
-        self.cached_running = self.cached_resting = 0.0  # the sums over the rows, kept as they change
-        self.prefill_s = 0.0
-        self.recomputed = 0.0
-        self.evictions = 0
+    def __init__(self, capacities: Sequence[int], budget: int) -> None:
+        super().__init__(capacities, quantile=0.5)  # no margin
+        self._grid = np.arange(lengths.BUCKETS) * budget / lengths.BUCKETS
 
     @property
-    def held(self) -> float:
-        """KV tokens in use."""
-        return self.cached_running + self.cached_resting
+    def _knows(self) -> bool:
+        return True
 
-    def step_s(self) -> float:
-        """Seconds of the next decode step."""
-        return self.machine.base_s + self.machine.per_kv_token_s * self.held
+    def need(self, rollout: balance.Rollout) -> int:
+        """What it reaches."""
+        return rollout.longest_tokens
 
-    def advance(self, until_s: float) -> None:
-        """Progress of all running rows up to a time."""
-        spent = until_s - self.now_s
-        used = min(spent, self.prefill_s)
-        self.prefill_s -= used
-        if self.running and spent > used:
-            tokens = (spent - used) / self.step_s()
-            self.progress += tokens
-            self.cached_running += tokens * len(self.running)
-        self.now_s = until_s
+    def _outlook(self, rollout: balance.Rollout) -> tuple[np.ndarray, np.ndarray]:
+        return self._truth([rollout.prompt_tokens], [rollout.used_tokens], [rollout.budget_tokens])
 
-    def next_event_s(self) -> float:
-        """When a row ends its turn or the memory is full, whichever comes first."""
-        while self.ends and not self._is_current(*self.ends[0]):
-            heapq.heappop(self.ends)
-        if not self.ends:
-            return float("inf")
-        room = max(0.0, self.machine.kv_tokens - self.held) / len(self.running)
-        left = max(0.0, min(self.ends[0][0] - self.progress, room + 1.0))
-        return self.now_s + self.prefill_s + left * self.step_s()
+    def _refresh(self) -> None:
+        for index in self._stale:
+            it = self._engines[index]
+            rollouts = list(it.rollouts.values())
+            used = [it.used_by(one) for one in rollouts]
+            columns = [one.prompt_tokens for one in rollouts], used, [one.budget_tokens for one in rollouts]
+            self._mean[index], self._variance[index] = self._truth(*columns)
+        self._stale.clear()
 
-    def add(self, row: Row) -> None:
-        """A turn arrives."""
-        if self.resting.pop(row.trace.name, None) is not None:
-            self.cached_resting -= row.cached
-        self.waiting.append(row)
-        self.admit()
-
-    def admit(self) -> None:
-        """Start waiting rows while there is room for what they have."""
-        while self.waiting and len(self.running) < self.machine.rows:
-            row = self.waiting[0]
-            missing = row.context - row.cached
-            if self.held + missing > self.machine.kv_tokens * 0.98 and self.running:
-                return
-            self.waiting.popleft()
-            self.prefill_s += missing / self.machine.prefill_tokens_per_s
-            row.cached, row.joined = row.context, self.progress
-            self.cached_running += row.cached
-            self.running[row.trace.name] = row
-            heapq.heappush(self.ends, (self._end_of(row), next(self.tie), row))
-
-    def ended(self) -> list[Row]:
-        """Rows whose turn is done, taken off."""
-        done = []
-        while self.ends and self.ends[0][0] <= self.progress + 1e-6:
-            end, tie, row = heapq.heappop(self.ends)
-            if self._is_current(end, tie, row):
-                self._leave(row)
-                done.append(row)
-        return done
-
-    def relieve(self) -> None:
-        """Evict the latest rows while the memory is over-full; rows whose tools run lose their pages first."""
-        while self.held > self.machine.kv_tokens and (self.resting or len(self.running) > 1):
-            if self.resting:
-                _, row = self.resting.popitem()
-                self.cached_resting -= row.cached
-            else:
-                row = next(reversed(self.running.values()))
-                self._leave(row)
-                self.waiting.appendleft(row)
-            self.evictions += 1
-            self.recomputed += row.cached
-            row.cached = 0.0
-
-    def _end_of(self, row: Row) -> float:
-        return row.joined + row.trace.turns[row.turn] - row.done_in_turn
-
-    def _is_current(self, end: float, tie: int, row: Row) -> bool:
-        return self.running.get(row.trace.name) is row and self._end_of(row) == end
-
-    def _leave(self, row: Row) -> None:
-        del self.running[row.trace.name]
-        grown = self.progress - row.joined
-        row.done_in_turn += grown
-        row.context += grown
-        row.cached += grown
-        self.cached_running -= row.cached
+    def _truth(self, prompts: list[int], used: list[int], ends: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        reached = np.array(used, float)[:, None] + self._grid
+        there = reached < np.array(ends, float)[:, None]
+        return (there * (np.array(prompts, float)[:, None] + reached)).sum(axis=0), np.zeros(lengths.BUCKETS)
 
 
-# Quantile and order of the pool; the oracle's rollouts come in the order of their true lengths and reserve just them.
-POOLS = {"pool": (0.9, False), "pool_longest_first": (0.9, True), "oracle": (None, False)}
+POOLS: dict[str, dict[str, Any]] = {
+    "pool": {"quantile": 0.95, "move_share": 0.01},
+    "pool_longest_first": {"quantile": 0.95, "move_share": 0.01, "longest_first": True},
+}
+KINDS = ("static", "round_robin", *POOLS, "oracle")
+
+
+def scheduler(kind: str, engines: int, machine: Machine, budget: int) -> balance.Balancer | None:
+    """Who places rollouts where a kind has somebody who does; rollouts of the oracle come longest first."""
+    capacities = [machine.kv_tokens] * engines
+    if kind == "oracle":
+        return Oracle(capacities, budget)
+    return balance.Balancer(capacities, **POOLS[kind]) if kind in POOLS else None
 
 
 class Simulation:
     """One step under one scheduler."""
 
-    def __init__(self, work: Sequence[Trace], engines: int, machine: Machine, kind: str, budget: int) -> None:
+    def __init__(
+        self,
+        work: Sequence[Trace],
+        engines: Sequence[Engine],
+        kind: str,
+        budget: int,
+        balancer: balance.Balancer | None,
+    ) -> None:
         self.work, self.kind, self.budget = work, kind, budget
-        self.engines = [Engine(machine) for _ in range(engines)]
+        self.engines, self.balancer = list(engines), balancer
         self.place: dict[str, int] = {}
         self.turn_number = itertools.count()
         self.tools: list[tuple[float, int, Row]] = []
         self.events: list[tuple[float, int, int]] = []
-        self.stamps = [0] * engines
+        self.stamps = [0] * len(self.engines)
         self.rows: dict[str, Row] = {}
-        self.balancer = None
-        if kind in POOLS:
-            quantile, longest_first = POOLS[kind]
-            capacities = [machine.kv_tokens] * engines
-            self.balancer = balance.Balancer(capacities, quantile=quantile, longest_first=longest_first)
 
     def run(self) -> dict[str, float]:
         """Seconds, utilisation, recomputed share and evictions of the step."""
@@ -275,12 +183,12 @@ class Simulation:
             if last:
                 ended += 1
                 if self.balancer is not None and row.entry is not None:
-                    self.balancer.grow(row.entry, row.trace.response_tokens)
+                    self.balancer.grow(row.entry, row.trace.response_tokens, row.trace.turns[row.turn - 1])
                     self.balancer.release(row.entry, ended=True)
                 continue
             row.context += row.trace.reply_tokens
             if self.balancer is not None and row.entry is not None:
-                self.balancer.grow(row.entry, int(row.context) - row.trace.prompt_tokens)
+                self.balancer.grow(row.entry, int(row.context) - row.trace.prompt_tokens, row.trace.turns[row.turn - 1])
             if self.kind == "round_robin":
                 self.engines[0].recomputed += row.cached
                 row.cached = 0.0
@@ -305,6 +213,11 @@ class Simulation:
         return self.place[row.trace.name]
 
     def _send(self, row: Row, index: int, now_s: float = 0.0) -> None:
+        if self.balancer is not None and row.entry is not None:
+            moved = self.balancer.begin(row.entry)
+            if moved is not None and moved != index:
+                self.engines[index].forget(row)
+                index = moved
         self.place[row.trace.name] = index
         engine = self.engines[index]
         engine.advance(max(now_s, engine.now_s))
@@ -334,17 +247,33 @@ class Simulation:
 def compare(args: argparse.Namespace) -> dict[str, object]:
     """Medians over seeds for every scheduler, and the two numbers that count."""
     machine = Machine(kv_tokens=args.kv_tokens)
-    runs: dict[str, list[dict[str, float]]] = collections.defaultdict(list)
+    runs: dict[str, list[list[dict[str, float]]]] = collections.defaultdict(list)
     for seed in range(args.seeds):
-        work = traces(args.prompts, args.samples, seed, args.budget)
-        for kind in ("static", "round_robin", *POOLS):
-            runs[kind].append(Simulation(work, args.engines, machine, kind, args.budget).run())
+        work = [traces(args.prompts, args.samples, 1000 * seed + step, args.budget) for step in range(args.steps)]
+        for kind in KINDS:
+            runs[kind].append(steps_of(work, args.engines, machine, kind, args.budget))
     found: dict[str, object] = {
-        kind: {name: statistics.median(run[name] for run in each) for name in each[0]} for kind, each in runs.items()
-    }
-    for kind in ("pool", "pool_longest_first"):
-        ratios = [o["seconds"] / p["seconds"] for p, o in zip(runs[kind], runs["oracle"], strict=True)]
-        found[f"{kind}_of_oracle"] = statistics.median(ratios)
+        kind: [{name: statistics.median(run[step][name] for run in each) for name in each[0][step]}
+               for step in range(args.steps)]
+        for kind, each in runs.items()
+    }  # fmt: skip
+    for kind in ("static", "pool", "pool_longest_first"):
+        ratios = [
+            [o["seconds"] / p["seconds"] for p, o in zip(mine, oracle, strict=True)]
+            for mine, oracle in zip(runs[kind], runs["oracle"], strict=True)
+        ]
+        found[f"{kind}_of_oracle"] = [round(statistics.median(each), 4) for each in zip(*ratios, strict=True)]
+    return found
+
+
+def steps_of(
+    work: Sequence[Sequence[Trace]], engines: int, machine: Machine, kind: str, budget: int
+) -> list[dict[str, float]]:
+    """What came of each of some steps, one after the other, under one scheduler."""
+    balancer, found = scheduler(kind, engines, machine, budget), []
+    for step in work:
+        fresh = [Engine(machine) for _ in range(engines)]
+        found.append(Simulation(step, fresh, kind, budget, balancer).run())
     return found
 
 
@@ -358,6 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=int, default=8192)
     parser.add_argument("--kv_tokens", type=int, default=732_000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2, help="one after another: lists of numbers are by step")
     found = compare(parser.parse_args(argv))
     if "--json" in (argv or sys.argv):
         print(json.dumps(found, indent=1))

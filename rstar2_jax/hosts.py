@@ -22,6 +22,8 @@ class Fleet:
         expected_quantile: how surely an engine's rollouts stay within its KV memory, judged by the lengths of those
             that ended; 0 reserves the whole budget of each.
         longest_first: rollouts that have come furthest leave the queue first, instead of those that came first.
+        move_share: most tokens that are computed again because rollouts move between two turns from engines with much
+            work left to those with little, as a share of the sampled ones; 0 never moves one.
         keep_place: a rollout keeps its KV tokens while its tools run; otherwise it queues again after each turn.
         rolling: update engine by engine instead of all at once.
         probe_s: time between two looks at an engine; 0 never looks.
@@ -33,6 +35,7 @@ class Fleet:
     replicas: int = 0
     expected_quantile: float = 0.95
     longest_first: bool = False
+    move_share: float = 0.01
     keep_place: bool = True
     rolling: bool = False
     probe_s: float = 5.0
@@ -52,6 +55,7 @@ class Fleet:
                 not quantile or 0.5 <= quantile < 1,
                 "must be 0 (reserves the whole budget) or in [0.5, 1)",
             ),
+            ("move_share", 0 <= self.move_share <= 1, "must be a share from 0 (never) to 1"),
             ("probe_s", self.probe_s >= 0, "must be 0 (never) or more"),
             ("progress_s", self.progress_s > 0, "must be above 0"),
         ]

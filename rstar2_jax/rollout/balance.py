@@ -1,13 +1,14 @@
 """Which engine takes which rollout, by free KV tokens: the scheduler's decisions as plain state without clock or I/O.
 
-An engine is given a rollout when its memory covers what its rollouts and this one are expected to hold in the end:
+An engine is given a rollout when its memory covers what its rollouts and this one are expected to hold at any time:
 
-    need(rollout)  = prompt + min(budget, max(expected length, used + margin))
-    peak(engine)   = sum of needs + z sqrt(sum of variances), and never more than the sum of prompt + budget
+    peak(engine)   = max over g of mean H(g) + z sqrt(variance H(g)), and never more than the sum of prompt + budget
     free(engine)   = capacity - peak(engine)
 
-with the lengths expected by lengths.py and z that of the normal distribution at `quantile`: many rollouts together
-stray less from their mean than each does, so that large engines are filled well and small ones are not over-filled.
+with H(g), what they hold after g more steps, expected by lengths.py, and z that of the normal distribution at
+`quantile`: many rollouts together stray less from their mean than each does, so that large engines are filled well and
+small ones are not over-filled. How long a rollout is by now is known from the others of its engine: all of its rows
+sample in step, so that each turn that ends says how far those have come that still run.
 
 Waiting rollouts form one first-come-first-served queue: where the head fits nowhere, nobody passes it. With
 `longest_first` the head is instead one whose prompt's finished samples were longest on average; a prompt that nothing
@@ -17,13 +18,14 @@ of service could hold is set aside until one is back: nobody who passes it takes
 
 Of the engines with room a rollout takes its home (where it ran before), else one that holds a few of its prompt's
 siblings (they share the prefix), else the one with most free tokens; ties go to the one with fewer rollouts, then to
-the lower index. Affinity ends where an engine is full or down.
+the lower index. Affinity ends where an engine is full or down, and where nobody waits and one engine has clearly more
+left to do than another: then rollouts move between two of their turns, a few, since that costs a prefill.
 
 Every change is an explicit call and every answer a plain value, so that the asyncio driver (pool.py) and the event
 simulation (benchmarks/scheduler_sim.py) run the same decisions.
 
-Source: rStar2-Agent paper, load-balanced rollout scheduler by KV capacity. Deviation: expected lengths in place of the
-longest ones, which the paper leaves open (and which are what holds until enough rollouts have ended).
+Source: rStar2-Agent paper, load-balanced rollout scheduler by KV capacity. Deviations: expected lengths in place of the
+longest ones, which the paper leaves open (and which are what holds until enough rollouts have ended), and moves.
 """
 
 from __future__ import annotations
@@ -34,49 +36,22 @@ import math
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
+from rstar2_jax import hosts
 from rstar2_jax.rollout import lengths
+from rstar2_jax.rollout.queues import FirstCome, LongestFirst, Rollout
 
-_MOST_SIBLINGS = 8  # that prefer one engine: all of a long prompt's samples in one place would end late together
+_MOST_SIBLINGS = 4  # that prefer one engine: all of a long prompt's samples in one place would end late together
 _MARGIN_TOKENS = 64  # what a rollout that outgrew its expectation is expected to append still
-_MOST_FAMILIES = 4096  # prompts whose samples' lengths are remembered: several steps' worth
-
-
-@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
-class Rollout:
-    """One rollout as the scheduler sees it.
-
-    Args:
-        name: unlike any other's.
-        family: rollouts of one prompt share it.
-        prompt_tokens, budget_tokens: length of the prompt, most tokens after it.
-        used_tokens: appended so far.
-        reserved_tokens, variance: KV tokens that its engine expects it to reach, and how unsure that is.
-        engine: index of the engine that holds it, None while it waits.
-        home: index of the engine that held it last.
-    """
-
-    name: str
-    family: str
-    prompt_tokens: int
-    budget_tokens: int
-    used_tokens: int = 0
-    reserved_tokens: int = 0
-    variance: float = 0.0
-    engine: int | None = None
-    home: int | None = None
-
-    @property
-    def longest_tokens(self) -> int:
-        """KV tokens that it holds if it uses its whole budget."""
-        return self.prompt_tokens + self.budget_tokens
+_UNEVEN = 0.2  # of the mean work that engines have left: less of a difference is none
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Engine:
     capacity_tokens: int
-    reserved_tokens: int = 0
-    variance: float = 0.0
     longest_tokens: int = 0
+    progress: int = 0  # tokens that a row would have which sampled from the start without a pause
     is_up: bool = True
     rollouts: dict[str, Rollout] = dataclasses.field(default_factory=dict)
     families: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -85,11 +60,7 @@ class _Engine:
         self.rollouts[rollout.name] = rollout
         self.families[rollout.family] += 1
         self.longest_tokens += rollout.longest_tokens
-
-    def reserve(self, rollout: Rollout, tokens: int, variance: float) -> None:
-        self.reserved_tokens += tokens - rollout.reserved_tokens
-        self.variance += variance - rollout.variance
-        rollout.reserved_tokens, rollout.variance = tokens, variance
+        rollout.began_at = None
 
     def drop(self, rollout: Rollout) -> None:
         del self.rollouts[rollout.name]
@@ -97,96 +68,12 @@ class _Engine:
         if not self.families[rollout.family]:
             del self.families[rollout.family]  # each request of an endpoint is a family of its own
         self.longest_tokens -= rollout.longest_tokens
-        self.reserve(rollout, 0, 0.0)
 
-
-class _FirstCome:
-    """Rollouts in the order of their arrival; those that come back before all others."""
-
-    def __init__(self) -> None:
-        self._order: collections.OrderedDict[str, Rollout] = collections.OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def put(self, rollout: Rollout, *, first: bool) -> None:
-        self._order[rollout.name] = rollout
-        if first:
-            self._order.move_to_end(rollout.name, last=False)
-
-    def head(self) -> Rollout | None:
-        return next(iter(self._order.values()), None)
-
-    def remove(self, rollout: Rollout) -> None:
-        self._order.pop(rollout.name, None)
-
-    def learn(self, rollout: Rollout) -> None:
-        del rollout
-
-
-@dataclasses.dataclass(slots=True)
-class _Family:
-    """Samples of one prompt so far: started from the queue, ended, and what those appended."""
-
-    started: int = 0
-    ended: int = 0
-    tokens: int = 0
-
-
-class _LongestFirst:
-    """Rollouts whose siblings were long before those whose siblings were short."""
-
-    _PROBES = 2  # samples of a prompt that start before anything is known of it
-
-    def __init__(self) -> None:
-        self._first = _FirstCome()
-        self._families: dict[str, _FirstCome] = {}
-        self._known: collections.OrderedDict[str, _Family] = collections.OrderedDict()  # the one met last comes last
-        self._tokens = self._ended = 0  # of all that are known
-
-    def __len__(self) -> int:
-        return len(self._first) + sum(len(waiting) for waiting in self._families.values())
-
-    def put(self, rollout: Rollout, *, first: bool) -> None:
-        line = self._first if first else self._families.setdefault(rollout.family, _FirstCome())
-        line.put(rollout, first=first)
-
-    def head(self) -> Rollout | None:
-        if len(self._first):
-            return self._first.head()
-        family = max(self._families, key=self._rank, default=None)  # the earliest of equal ones
-        return self._families[family].head() if family is not None else None
-
-    def remove(self, rollout: Rollout) -> None:
-        self._first.remove(rollout)
-        waiting = self._families.get(rollout.family)
-        if waiting is not None:
-            before = len(waiting)
-            waiting.remove(rollout)
-            self._know(rollout.family).started += before - len(waiting)
-            if not len(waiting):
-                del self._families[rollout.family]
-
-    def learn(self, rollout: Rollout) -> None:
-        known = self._know(rollout.family)
-        known.tokens, known.ended = known.tokens + rollout.used_tokens, known.ended + 1
-        self._tokens, self._ended = self._tokens + rollout.used_tokens, self._ended + 1
-
-    def _know(self, family: str) -> _Family:
-        """What is known of a family, which is remembered longest from now on; the one not met for longest may go."""
-        known = self._known.setdefault(family, _Family())
-        self._known.move_to_end(family)
-        if len(self._known) > _MOST_FAMILIES:
-            _, gone = self._known.popitem(last=False)
-            self._tokens, self._ended = self._tokens - gone.tokens, self._ended - gone.ended
-        return known
-
-    def _rank(self, family: str) -> float:
-        known = self._known.get(family)
-        if known is not None and known.ended:
-            return known.tokens / known.ended
-        unknown = self._tokens / self._ended if self._ended else 0.0
-        return unknown if known is not None and known.started >= self._PROBES else float("inf")
+    def used_by(self, rollout: Rollout) -> int:
+        """Tokens that a rollout has appended by now: all rows of an engine sample one each in a step."""
+        if rollout.began_at is None:
+            return rollout.used_tokens
+        return min(rollout.budget_tokens, rollout.used_tokens + self.progress - rollout.began_at)
 
 
 class Balancer:
@@ -194,13 +81,19 @@ class Balancer:
 
     Args:
         capacities: KV tokens of each engine.
-        quantile: how surely an engine's rollouts stay below what they are expected to hold, in [0.5, 1); None reserves
-            every rollout's whole budget.
+        quantile: how surely an engine's rollouts stay within its memory, in [0.5, 1); None reserves every rollout's
+            whole budget.
         longest_first: order the queue by expected length instead of by arrival.
+        move_share: most tokens that moves between turns may have computed again, as a share of the sampled ones.
     """
 
     def __init__(
-        self, capacities: Sequence[int], *, quantile: float | None = None, longest_first: bool = False
+        self,
+        capacities: Sequence[int],
+        *,
+        quantile: float | None = None,
+        longest_first: bool = False,
+        move_share: float = 0.0,
     ) -> None:
         if not capacities or min(capacities) < 1:
             raise ValueError(f"capacities = {list(capacities)}: needs at least one engine, each with KV tokens")
@@ -209,9 +102,14 @@ class Balancer:
             raise ValueError(f"quantile = {quantile}: must be in [0.5, 1); None reserves every rollout's whole budget")
         self._z = statistics.NormalDist().inv_cdf(quantile) if quantile is not None else 0.0
         self._lengths = lengths.Lengths() if quantile is not None else None
-        self._queue = _LongestFirst() if longest_first else _FirstCome()
+        self._queue = LongestFirst() if longest_first else FirstCome()
         self._aside: dict[str, Rollout] = {}
         self._budget_tokens = 0  # the largest of those that ended: a small one must not cut the others' lengths
+        self._most_under_way = 0
+        self._move_share, self._may_move = move_share, 0.0
+        # Of what each engine is expected to hold from now on; those of stale ones must be made anew.
+        self._mean, self._variance = np.zeros((2, len(capacities), lengths.BUCKETS))
+        self._stale = set(range(len(capacities)))
 
     @property
     def waiting(self) -> int:
@@ -230,20 +128,13 @@ class Balancer:
     def free(self, engine: int) -> int:
         """KV tokens of an engine that nothing is expected to use; below 0 where rollouts outgrew their expectation."""
         it = self._engines[engine]
-        return it.capacity_tokens - self._peak(it.reserved_tokens, it.variance, it.longest_tokens)
+        return it.capacity_tokens - int(self._peaks([engine], None)[0])
 
     def need(self, rollout: Rollout) -> int:
         """KV tokens that a rollout is expected to reach."""
-        return self._expect(rollout)[0]
-
-    def _expect(self, rollout: Rollout) -> tuple[int, float]:
-        """What a rollout is expected to reach, and the variance of that."""
         used, budget = rollout.used_tokens, rollout.budget_tokens
-        mean, variance = self._lengths.expected(used, budget) if self._lengths else (budget, 0.0)
-        return rollout.prompt_tokens + min(budget, max(math.ceil(mean), used + _MARGIN_TOKENS)), variance
-
-    def _peak(self, reserved: int, variance: float, longest: int) -> int:
-        return min(longest, reserved + math.ceil(self._z * math.sqrt(max(0.0, variance))))
+        mean = self._lengths.expected(used, budget)[0] if self._lengths else budget
+        return rollout.prompt_tokens + min(budget, max(math.ceil(mean), used + _MARGIN_TOKENS))
 
     def able(self, rollout: Rollout) -> list[int]:
         """Indices of the engines, in service or not, that could hold a rollout if they held nothing else."""
@@ -264,6 +155,8 @@ class Balancer:
             )
         rollout.engine = None
         self._queue.put(rollout, first=first)
+        under_way = self.waiting + sum(len(engine.rollouts) for engine in self._engines)
+        self._most_under_way = max(self._most_under_way, under_way)
 
     def place(self) -> list[tuple[Rollout, int]]:
         """(rollout, engine) for every rollout that leaves the queue now, in its order."""
@@ -284,17 +177,31 @@ class Balancer:
                 self._aside[rollout.name] = rollout
                 continue
             self._queue.remove(rollout)
-            rollout.engine = rollout.home = engine
-            self._engines[engine].take(rollout)
-            self._engines[engine].reserve(rollout, *self._expect(rollout))
+            self._take(rollout, engine)
             placed.append((rollout, engine))
         return placed
 
-    def grow(self, rollout: Rollout, used_tokens: int) -> None:
-        """A rollout has now appended so many tokens, and is expected to reach what such rollouts reach."""
-        rollout.used_tokens = used_tokens
+    def begin(self, rollout: Rollout) -> int | None:
+        """A turn begins of a rollout that has an engine. Returns the engine where it is sampled: the one that it was
+        at, or another, where that evens out the work that is left; None, and nothing done, where it has none."""
         if rollout.engine is not None:
-            self._engines[rollout.engine].reserve(rollout, *self._expect(rollout))
+            self._even_out(rollout)
+            rollout.began_at = self._engines[rollout.engine].progress
+        return rollout.engine
+
+    def grow(self, rollout: Rollout, used_tokens: int, sampled_tokens: int = 0) -> None:
+        """A turn has ended: the rollout has now appended so many tokens, of which so many were sampled in this turn."""
+        rollout.used_tokens = used_tokens
+        self._may_move = min(
+            self._may_move + self._move_share * sampled_tokens,
+            self._move_share * sum(engine.capacity_tokens for engine in self._engines),
+        )
+        if rollout.engine is not None:
+            engine = self._engines[rollout.engine]
+            if rollout.began_at is not None:
+                engine.progress = max(engine.progress, rollout.began_at + sampled_tokens)
+            rollout.began_at = None
+            self._stale.add(rollout.engine)
 
     def release(self, rollout: Rollout, *, ended: bool) -> None:
         """Take a rollout off its engine, or out of the queue.
@@ -307,15 +214,17 @@ class Balancer:
             self._aside.pop(rollout.name, None)
         else:
             self._engines[rollout.engine].drop(rollout)
-        rollout.engine = None
+            self._stale.add(rollout.engine)
+        rollout.engine = rollout.began_at = None
         if ended:
             self._queue.learn(rollout)
             if self._lengths:
                 self._budget_tokens = max(self._budget_tokens, rollout.budget_tokens)
-                self._lengths.add(rollout.used_tokens)
+                self._lengths.add(rollout.used_tokens, self._most_under_way)
                 if self._lengths.is_due:
-                    held = (one.used_tokens for engine in self._engines for one in engine.rollouts.values())
-                    self._lengths.fit(held, self._budget_tokens)
+                    running = (it.used_by(one) for it in self._engines for one in it.rollouts.values())
+                    self._lengths.fit(running, self._budget_tokens)
+                    self._stale.update(range(len(self._engines)))
 
     def take_down(self, engine: int) -> list[Rollout]:
         """Give an engine nothing more; its rollouts, taken off it, in the order of their arrival there."""
@@ -324,7 +233,8 @@ class Balancer:
         moved = list(it.rollouts.values())
         for rollout in moved:
             it.drop(rollout)
-            rollout.engine = rollout.home = None
+            rollout.engine = rollout.home = rollout.began_at = None
+        self._stale.add(engine)
         return moved
 
     def bring_up(self, engine: int) -> None:
@@ -336,16 +246,73 @@ class Balancer:
         """Indices of the engines that take rollouts."""
         return [index for index, engine in enumerate(self._engines) if engine.is_up]
 
-    def _choose(self, rollout: Rollout) -> int | None:
-        need, variance = self._expect(rollout)
-        open_to = {}
-        for index in self.up:
+    @property
+    def _knows(self) -> bool:
+        return self._lengths is not None and self._lengths.are_known
+
+    def _even_out(self, rollout: Rollout) -> None:
+        """Move a rollout between two turns, where its engine has much more left to do than another with room for it.
+
+        Not while rollouts wait, which even that out by themselves, and only as far as `move_share` allows: the new
+        engine computes all that the rollout has.
+        """
+        index, context = rollout.engine, rollout.prompt_tokens + rollout.used_tokens
+        if self.waiting or index is None or context > self._may_move or not self._knows:
+            return
+        self._refresh()
+        up = self.up
+        work = self._mean[up].sum(axis=1)
+        to, own = up[int(np.argmin(work))], self._outlook(rollout)[0].sum()
+        if self._mean[index].sum() - work.min() < max(2 * own, _UNEVEN * work.mean()):
+            return
+        if self._engines[to].capacity_tokens < self._peaks([to], rollout)[0]:
+            return
+        self._engines[index].drop(rollout)
+        self._stale.add(index)
+        self._take(rollout, to)
+        self._may_move -= context
+
+    def _take(self, rollout: Rollout, engine: int) -> None:
+        rollout.engine = rollout.home = engine
+        self._engines[engine].take(rollout)
+        if self._knows and engine not in self._stale:
+            mean, variance = self._outlook(rollout)
+            self._mean[engine] += mean
+            self._variance[engine] += variance
+
+    def _outlook(self, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
+        assert self._lengths is not None
+        return self._lengths.held([rollout.prompt_tokens], [rollout.used_tokens])
+
+    def _refresh(self) -> None:
+        """Bring the outlook of every engine up to what is known of its rollouts by now."""
+        assert self._lengths is not None
+        for index in self._stale:
             it = self._engines[index]
-            longest = it.longest_tokens + rollout.longest_tokens
-            free = it.capacity_tokens - self._peak(it.reserved_tokens + need, it.variance + variance, longest)
+            rollouts = it.rollouts.values()
+            prompts, used = [one.prompt_tokens for one in rollouts], [it.used_by(one) for one in rollouts]
+            self._mean[index], self._variance[index] = self._lengths.held(prompts, used)
+        self._stale.clear()
+
+    def _peaks(self, indices: Sequence[int], rollout: Rollout | None) -> np.ndarray:
+        """KV tokens that engines are expected to hold at most at one time, with one more rollout if there is one."""
+        longest = np.array([self._engines[index].longest_tokens for index in indices])
+        longest += rollout.longest_tokens if rollout else 0
+        if not self._knows:
+            return longest
+        self._refresh()
+        mean, variance = self._outlook(rollout) if rollout else (0.0, 0.0)
+        spread = np.sqrt(np.maximum(0.0, self._variance[indices] + variance))
+        return np.minimum(longest, np.ceil((self._mean[indices] + mean + self._z * spread).max(axis=1)))
+
+    def _choose(self, rollout: Rollout) -> int | None:
+        need, up = self.need(rollout), self.up
+        open_to = {}
+        for index, peak in zip(up, self._peaks(up, rollout).tolist(), strict=True):
+            it = self._engines[index]
             # An empty engine takes whatever is expected to fit: waiting would not make it larger.
-            if free >= 0 or (not it.rollouts and need <= it.capacity_tokens):
-                open_to[index] = free
+            if peak <= it.capacity_tokens or (not it.rollouts and need <= it.capacity_tokens):
+                open_to[index] = it.capacity_tokens - peak
         if rollout.home in open_to:
             return rollout.home
 
@@ -355,3 +322,13 @@ class Balancer:
             return not joins, -open_to[index], len(engine.rollouts), index
 
         return min(open_to, key=rank, default=None)
+
+
+def of(capacities: Sequence[int], policy: hosts.Fleet) -> Balancer:
+    """The scheduler of engines of these capacities as the settings have it."""
+    return Balancer(
+        capacities,
+        quantile=policy.expected_quantile or None,
+        longest_first=policy.longest_first,
+        move_share=policy.move_share,
+    )

@@ -12,18 +12,25 @@ and, T being the final length of a rollout that has u tokens,
     E[T^2 | T > u] = u^2 + 2 * integral of x S(x) from u on / S(u)
 
 Where nothing was seen to end S stays as it is up to the budget: what is not known is taken for long.
+
+Rollouts i that sample side by side, one token each in a step, hold after g more steps
+
+    H(g) = sum over i of (prompt_i + u_i + g) a_i(g)          a_i(g) = 1 with probability S(u_i + g) / S(u_i), else 0
+
+The most that they hold at one time, max over g of H(g), is far below the sum of what each of them reaches, since the
+short ones have ended when the long ones are long. The sum of H over g is how many entries are read for them.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-_BUCKETS = 64
+BUCKETS = 64  # of the budget
 _LEAST = 32  # rollouts that ended before their lengths say anything
-_MOST = 4096  # that are remembered
+_MOST = 4096  # that are remembered, and twice as many as were ever under way together
 _NEWS = 16  # a fit is due when this part of what is remembered is new
 
 
@@ -46,21 +53,35 @@ class Lengths:
         self._new = 0
         self._width = 0.0
         self._mean = self._variance = np.zeros(0)
+        self._alive = self._ahead = np.zeros(0)
+
+    @property
+    def are_known(self) -> bool:
+        """Whether enough have ended for an estimate."""
+        return bool(len(self._mean))
 
     @property
     def is_due(self) -> bool:
         """Enough have ended since the last fit for another one to say more."""
         return len(self._ended) >= _LEAST and self._new * _NEWS >= len(self._ended)
 
-    def add(self, tokens: int) -> None:
-        """A rollout has ended with so many response tokens."""
+    def add(self, tokens: int, together: int = 0) -> None:
+        """A rollout has ended with so many response tokens.
+
+        Args:
+            together: rollouts under way at once. Of those the long ones end last: fewer remembered would be the long
+                ones alone.
+        """
+        most = self._ended.maxlen or 0
+        if 2 * together > most:
+            self._ended = collections.deque(self._ended, maxlen=2 * together)
         self._ended.append(tokens)
         self._new += 1
 
     def fit(self, running: Iterable[int], budget: int) -> None:
         """Estimate anew, in equal buckets of `budget`; `running`: tokens of the rollouts that run."""
-        self._new, self._width = 0, budget / _BUCKETS
-        edges = np.arange(_BUCKETS + 1) * self._width
+        self._new, self._width = 0, budget / BUCKETS
+        edges = np.arange(BUCKETS + 1) * self._width
         ended, _ = np.histogram(np.clip(np.asarray(self._ended, float), 0, budget), edges)
         left, _ = np.histogram(np.clip(np.asarray(list(running), float), 0, budget), edges)
         at_risk = (ended + left)[::-1].cumsum()[::-1]
@@ -73,11 +94,36 @@ class Lengths:
         variance = np.maximum(0.0, start**2 + moment[::-1].cumsum()[::-1] / known - mean**2)
         beyond = survival == 0  # longer than any that was seen
         self._mean, self._variance = np.where(beyond, budget, mean), np.where(beyond, 0.0, variance)
+        # [from bucket, buckets ahead]: the probability to be there still; who is longer than any may reach the budget.
+        later = np.arange(BUCKETS)[:, None] + np.arange(BUCKETS)
+        reached = np.append(survival, 0.0)[np.minimum(later, BUCKETS)]
+        unseen = (later < BUCKETS).astype(float)
+        self._alive = np.where(beyond[:, None], unseen, reached / known[:, None])
+        self._ahead = np.arange(BUCKETS) * self._width
 
     def expected(self, used: int, budget: int) -> tuple[float, float]:
         """Mean and variance of the final length of a rollout that has `used` tokens; the budget, without variance, as
         long as nothing is known."""
         if not len(self._mean) or used >= budget:
             return float(budget), 0.0
-        bucket = min(_BUCKETS - 1, int(used / self._width))
+        bucket = min(BUCKETS - 1, int(used / self._width))
         return float(min(budget, max(used, self._mean[bucket]))), float(self._variance[bucket])
+
+    def held(self, prompts: Sequence[int], used: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and variance of H(g), f64[buckets] each, g a bucket further in each entry; what rollouts are expected to
+        hold adds up. Only once lengths are known.
+
+        Args:
+            prompts, used: of each rollout, tokens of its prompt and tokens that it has appended by now.
+        """
+        buckets = np.minimum((np.asarray(used, float) / self._width).astype(int), BUCKETS - 1)
+        tokens = np.asarray(prompts, float) + np.asarray(used, float)
+        count, total, squares = (np.bincount(buckets, tokens**power, BUCKETS) for power in range(3))
+        mean = total @ self._alive + self._ahead * (count @ self._alive)
+        unsure = self._alive * (1 - self._alive)
+        return mean, squares @ unsure + self._ahead * (2 * (total @ unsure) + self._ahead * (count @ unsure))
+
+    @property
+    def bucket_tokens(self) -> float:
+        """Steps between two entries of `held`."""
+        return self._width

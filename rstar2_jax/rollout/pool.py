@@ -53,11 +53,7 @@ class Pool:
             raise ValueError("a pool needs at least one engine")
         self._engines, self._policy, self._report = list(engines), policy, report
         self.counts, self.span = seats.Counts(), span
-        self._balancer = balance.Balancer(
-            [engine.caps.kv_tokens for engine in engines],
-            quantile=policy.expected_quantile or None,
-            longest_first=policy.longest_first,
-        )
+        self._balancer = balance.of([engine.caps.kv_tokens for engine in engines], policy)
         self._seats: dict[str, seats.Seat] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._weights: tuple[str, int] | None = None
@@ -225,15 +221,22 @@ class Pool:
         """What there is to wait for: engines in service and rollouts in the queue."""
         return f"{len(self._balancer.up)} of {len(self._engines)} engines in service, {self._balancer.waiting} waiting"
 
-    def turn_done(self, seat: seats.Seat, used_tokens: int) -> None:
-        """A turn has ended well: the rollout holds so many tokens after its prompt now."""
+    def turn_begins(self, seat: seats.Seat) -> None:
+        """A rollout's next turn is about to be sampled: at another engine, where that evens out their work."""
+        index = self._balancer.begin(seat.rollout)
+        if index is not None and not seat.is_at(index):
+            self.counts.evened += 1
+            seat.sit(index)
+
+    def turn_done(self, seat: seats.Seat, used_tokens: int, sampled_tokens: int) -> None:
+        """A turn has ended well: tokens that the rollout holds after its prompt now, and those of this turn."""
         index = seat.rollout.engine
         if index is None:
             return
         self._turns[index] += 1
         self._strikes[index].clear()
         self._away_s[index] = 0.0
-        self._balancer.grow(seat.rollout, used_tokens)
+        self._balancer.grow(seat.rollout, used_tokens, sampled_tokens)
         if not self._policy.keep_place:
             self._balancer.release(seat.rollout, ended=False)
             seat.lose_place(queued=False)

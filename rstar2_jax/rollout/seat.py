@@ -21,10 +21,12 @@ _MOST_MOVES = 16  # of one turn: beyond that it is the request that every engine
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Counts:
-    """Since a pool was made: rollouts seated and moved, engines taken down and brought back, seconds in the queue."""
+    """Since a pool was made: rollouts seated, moved off failed engines, moved to even out work; engines taken down and
+    brought back; seconds in the queue."""
 
     seated: int = 0
     moved: int = 0
+    evened: int = 0
     taken_down: int = 0
     brought_back: int = 0
     queue_s: float = 0.0
@@ -50,7 +52,9 @@ class Pool(Protocol):
 
     def queue(self, seat: Seat) -> None: ...
 
-    def turn_done(self, seat: Seat, used_tokens: int) -> None: ...
+    def turn_begins(self, seat: Seat) -> None: ...
+
+    def turn_done(self, seat: Seat, used_tokens: int, sampled_tokens: int) -> None: ...
 
     async def turn_failed(self, seat: Seat, index: int, error: EngineError) -> bool: ...
 
@@ -126,6 +130,8 @@ class Seat:
         """
         if request.rid != self._rid:
             self._rid, self._failed, self._moves = request.rid, 0, 0
+            if self._index is not None:
+                self._pool.turn_begins(self)
         sat = self._sat
         while (index := self._index) is not None and self._sat == sat:
             if self._failed >= _MOST_ATTEMPTS:
@@ -144,7 +150,8 @@ class Seat:
             if generation is not None:
                 self._pool.preempted += generation.preempted
                 before = len(request.prompt_ids) - self.rollout.prompt_tokens
-                self._pool.turn_done(self, before + len(generation.token_ids))
+                sampled = len(generation.token_ids)
+                self._pool.turn_done(self, before + sampled, sampled)
                 return generation
         self._moves += 1
         if self._moves >= _MOST_MOVES:

@@ -220,10 +220,27 @@ def test_lengths_of_lost_rollouts_teach_nothing(lost):
                 seat.lost = lost
         async with engines.seat("last", family="f", prompt_tokens=4, budget_tokens=600) as seat:
             await seat.ready()
-            return seat.rollout.reserved_tokens
+            return 1000 - engines._balancer.free(0)
 
     reserved, _, _ = drive([Replica("a", kv_tokens=1000)], policy, act)
     assert (reserved == 604) == lost
+
+
+def test_a_rollout_that_moves_between_two_turns_samples_the_next_one_there():
+    async def act(engines):
+        books = engines._balancer
+        async with engines.seat("r", family="f", prompt_tokens=4, budget_tokens=50) as seat:
+            await seat.turn(request(0))
+            first = seat.rollout.engine
+            books._even_out = lambda one: (books._engines[first].drop(one), books._take(one, 1 - first))
+            await seat.turn(request(1))
+            assert seat.rollout.engine == 1 - first and engines.counts.evened == 1
+        assert [books.held(index) for index in (0, 1)] == [[], []]
+        return first
+
+    replicas = [Replica("a"), Replica("b")]
+    first, _, _ = drive(replicas, STILL, act)
+    assert len(replicas[first].served) == len(replicas[1 - first].served) == 1
 
 
 def test_a_rollout_keeps_its_engine_between_turns_and_its_siblings_sit_beside_it():
