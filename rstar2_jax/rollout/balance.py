@@ -7,8 +7,9 @@ An engine is given a rollout when its memory covers what its rollouts and this o
 
 with H(g), what they hold after g more steps, expected by lengths.py, and z that of the normal distribution at
 `quantile`: many rollouts together stray less from their mean than each does, so that large engines are filled well and
-small ones are not over-filled. How long a rollout is by now is known from the others of its engine: all of its rows
-sample in step, so that each turn that ends says how far those have come that still run.
+small ones are not over-filled. Of the variance one half is taken to be the prompt's, which its samples share: with m of
+each prompt on an engine it is (1 + m) / 2 times as large. How long a rollout is by now is known from the others of its
+engine: all of its rows sample in step, so that each turn that ends says how far those have come that still run.
 
 Waiting rollouts form one first-come-first-served queue: where the head fits nowhere, nobody passes it. With
 `longest_first` the head is instead one whose prompt's finished samples were longest on average; a prompt that nothing
@@ -302,7 +303,10 @@ class Balancer:
             return longest
         self._refresh()
         mean, variance = self._outlook(rollout) if rollout else (0.0, 0.0)
-        spread = np.sqrt(np.maximum(0.0, self._variance[indices] + variance))
+        held = [self._engines[index] for index in indices]
+        siblings = np.array([len(it.rollouts) / max(1, len(it.families)) for it in held])
+        unsure = (self._variance[indices] + variance) * (0.5 + 0.5 * np.maximum(1.0, siblings))[:, None]
+        spread = np.sqrt(np.maximum(0.0, unsure))
         return np.minimum(longest, np.ceil((self._mean[indices] + mean + self._z * spread).max(axis=1)))
 
     def _choose(self, rollout: Rollout) -> int | None:

@@ -99,7 +99,7 @@ class Lengths:
         reached = np.append(survival, 0.0)[np.minimum(later, BUCKETS)]
         unseen = (later < BUCKETS).astype(float)
         self._alive = np.where(beyond[:, None], unseen, reached / known[:, None])
-        self._ahead = np.arange(BUCKETS) * self._width
+        self._ahead = np.arange(1, BUCKETS + 1) * self._width  # who is there at a bucket's start may grow through it
 
     def expected(self, used: int, budget: int) -> tuple[float, float]:
         """Mean and variance of the final length of a rollout that has `used` tokens; the budget, without variance, as
@@ -110,8 +110,8 @@ class Lengths:
         return float(min(budget, max(used, self._mean[bucket]))), float(self._variance[bucket])
 
     def held(self, prompts: Sequence[int], used: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and variance of H(g), f64[buckets] each, g a bucket further in each entry; what rollouts are expected to
-        hold adds up. Only once lengths are known.
+        """Mean and variance of H(g), f64[buckets] each, at the end of each bucket from now on. What several rollouts
+        are expected to hold adds up. Only once lengths are known.
 
         Args:
             prompts, used: of each rollout, tokens of its prompt and tokens that it has appended by now.
@@ -122,8 +122,3 @@ class Lengths:
         mean = total @ self._alive + self._ahead * (count @ self._alive)
         unsure = self._alive * (1 - self._alive)
         return mean, squares @ unsure + self._ahead * (2 * (total @ unsure) + self._ahead * (count @ unsure))
-
-    @property
-    def bucket_tokens(self) -> float:
-        """Steps between two entries of `held`."""
-        return self._width

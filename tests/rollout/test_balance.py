@@ -95,15 +95,20 @@ def test_the_whole_budget_is_reserved_until_enough_have_ended_and_then_what_they
     assert balancer.need(rollout("short", budget=50)) == 52
 
 
-def test_many_rollouts_need_less_of_a_margin_each_than_a_few():
+@pytest.mark.parametrize(("siblings", "of_few", "of_many"), [(1, 6, 1105), (8, 4, 1050)])
+def test_many_rollouts_need_less_of_a_margin_each_than_a_few_and_samples_of_one_prompt_a_larger_one(
+    siblings, of_few, of_many
+):
     few, many = balance.Balancer([3_000], quantile=0.95), balance.Balancer([300_000], quantile=0.95)
     for balancer in (few, many):
         ended(balancer, *(617 * number % 1000 for number in range(200)))
-        submitted(balancer, *(f"{number}" for number in range(1500)), prompt=1, budget=1000)
+        for number in range(1500):
+            submitted(balancer, f"{number}", family=f"{number // siblings}", prompt=1, budget=1000)
         balancer.place()
-    # Of lengths between 0 and 1000 half are left after 500 tokens, when n of them hold most: n * 250 + 1.645 *
-    # sqrt(n) * 250 tokens. Together they reach 500 each, of which the memory would hold half as many.
-    assert len(few.held(0)) == pytest.approx(7, abs=1) and len(many.held(0)) == pytest.approx(1140, abs=30)
+    # Of lengths between 0 and 1000 half are left after 500 tokens, when n of them hold most: n * 258 + 1.645 *
+    # sqrt(n (1 + siblings) / 2) * 258 tokens, at the end of a 64th of the budget. Of what each reaches in the end, 500,
+    # the memory would hold half as many.
+    assert len(few.held(0)) == pytest.approx(of_few, abs=1) and len(many.held(0)) == pytest.approx(of_many, abs=30)
 
 
 def test_what_still_runs_is_known_to_have_come_as_far_as_the_turns_that_end_beside_it():
@@ -119,7 +124,7 @@ def test_what_still_runs_is_known_to_have_come_as_far_as_the_turns_that_end_besi
     balancer.grow(second, 20, 20)  # it waited for a place inside its engine
     assert balancer._engines[0].used_by(second) == 20
     # Both reach 400 at the same time, and so they do now that one is 370 tokens ahead: it ends before.
-    assert before == pytest.approx(10_000 - 2 * 400, abs=40) and balancer.free(0) > before + 300
+    assert before == pytest.approx(10_000 - 2 * 400, abs=70) and balancer.free(0) > before + 300
 
 
 def test_what_rollouts_hold_together_is_the_sum_over_those_that_are_still_there():
@@ -130,7 +135,7 @@ def test_what_rollouts_hold_together_is_the_sum_over_those_that_are_still_there(
     mean, variance = estimate.held([100, 50], [0, 320])
     for ahead in (0, 16, 40, 63):
         there = np.array([1 - ahead / 64, max(0, 1 - ahead / 32)])
-        size = np.array([100 + 10 * ahead, 50 + 320 + 10 * ahead])
+        size = np.array([100 + 10 * (ahead + 1), 50 + 320 + 10 * (ahead + 1)])  # grown to the bucket's end
         assert mean[ahead] == pytest.approx(there @ size, rel=0.03, abs=8)
         assert variance[ahead] == pytest.approx(there * (1 - there) @ size**2, rel=0.1, abs=200)
     one, other = estimate.held([100], [0]), estimate.held([50], [320])
@@ -166,8 +171,9 @@ def uneven(move_share, waiting=0):
 
 def test_between_turns_rollouts_move_to_the_engine_with_less_left_until_it_is_even():
     balancer, left = uneven(move_share=1.0)
-    assert [balancer.begin(one) for one in left] == [1] * 10 + [0] * 10
-    assert [balancer.begin(one) for one in left] == [1] * 10 + [0] * 10  # even: nothing goes back
+    went = [balancer.begin(one) for one in left]
+    assert went in ([1] * 9 + [0] * 11, [1] * 10 + [0] * 10)
+    assert [balancer.begin(one) for one in left] == went  # even: nothing goes back
     assert {one.home for one in left} == {0, 1} and balancer.waiting == 0
     assert sorted(balancer.held(0) + balancer.held(1)) == sorted(one.name for one in left)
 
@@ -215,9 +221,10 @@ def test_a_rollout_that_outgrows_its_expectation_takes_more_of_its_engine_and_gi
     ended(balancer, *[100] * 32, budget=900)
     (one,) = submitted(balancer, "grows", budget=900)
     balancer.place()
-    assert balancer.free(0) == pytest.approx(1000 - 2 - 100, abs=8)
+    bucket = 900 / lengths.BUCKETS
+    assert balancer.free(0) == pytest.approx(1000 - 2 - 100, abs=1.1 * bucket)
     balancer.grow(one, 500)  # longer than any was: it may reach its budget
-    assert balancer.free(0) == pytest.approx(1000 - 2 - 900, abs=1.1 * 900 / lengths.BUCKETS)
+    assert balancer.free(0) == pytest.approx(1000 - 2 - 900, abs=1.1 * bucket)
     balancer.release(one, ended=True)
     balancer.release(one, ended=True)
     assert balancer.free(0) == 1000
