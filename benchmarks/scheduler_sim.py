@@ -74,7 +74,8 @@ def traces(prompts: int, samples: int, seed: int, budget: int) -> list[Trace]:
 
 
 class Oracle(balance.Balancer):
-    """The same scheduler with every rollout's budget its true length: what an engine is to hold is no estimate."""
+    """The scheduler with every rollout's budget its true length: what an engine is to hold, and to do, is no estimate.
+    Of the engines with room that one takes a rollout which has least to do."""
 
     def __init__(self, capacities: Sequence[int], budget: int) -> None:
         super().__init__(capacities, quantile=0.5)  # no margin
@@ -87,6 +88,11 @@ class Oracle(balance.Balancer):
     def need(self, rollout: balance.Rollout) -> int:
         """What it reaches."""
         return rollout.longest_tokens
+
+    def _choose(self, rollout: balance.Rollout) -> int | None:
+        peaks = zip(self.up, self._peaks(self.up, rollout).tolist(), strict=True)
+        room = [index for index, peak in peaks if peak <= self._engines[index].capacity_tokens]
+        return min(room, key=lambda index: self._mean[index].sum(), default=None)
 
     def _outlook(self, rollout: balance.Rollout) -> tuple[np.ndarray, np.ndarray]:
         return self._truth([rollout.prompt_tokens], [rollout.used_tokens], [rollout.budget_tokens])

@@ -130,3 +130,9 @@ def test_addresses_of_every_usual_kind_are_taken():
 def test_addresses_and_processes_of_our_own_exclude_each_other():
     with pytest.raises(ValueError, match="must be 0 where addresses of engines are given"):
         settings.Fleet(engines=("http://a:1",), replicas=2)
+
+
+@pytest.mark.parametrize("share", [-0.01, 1.5, float("nan")])
+def test_a_share_of_moves_that_is_none_is_refused(share):
+    with pytest.raises(ValueError, match=r"Fleet.move_share = .*must be a share from 0 \(never\) to 1"):
+        settings.Fleet(move_share=share)
