@@ -21,6 +21,7 @@
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 #define ROWS_FOR_WHOLE_ITEMS 16 /* fewer are split by their heads, so that there is something for each thread */
 
@@ -67,7 +68,7 @@ INLINE lanes exponential(lanes x) {
     lanes r = x - n * 0.693359375f + n * 2.12194440e-4f;
     lanes y = 1.0f + r * (1.0f / 7);
     for (int i = 6; i > 0; i--) y = 1.0f + r * y * (1.0f / i);
-    ints power = ((ints)shifted - 0x4b400000 + 127) << 23;
+    words power = ((words)shifted - 0x4b400000u + 127u) << 23;
     ints tiny = x < -87.0f;
     return (lanes)((ints)(y * (lanes)power) & ~tiny);
 }
@@ -293,7 +294,18 @@ static const char *fill(Job *job, const XLA_FFI_CallFrame *frame) {
     if (dtype != XLA_FFI_DataType_F32 && dtype != XLA_FFI_DataType_BF16) return "pages: float32 or bfloat16 is needed";
     for (int i = 1; i < 5; i++)
         if (in[i]->dtype != dtype) return "pages: queries, keys and values must be of one dtype";
-    const int64_t *keys = in[1]->dims;
+    if (in[5]->dtype != XLA_FFI_DataType_S32 || in[6]->dtype != XLA_FFI_DataType_S32)
+        return "pages: positions and tables must be int32";
+    static const int64_t ranks[7] = {3, 4, 4, 3, 3, 1, 2};
+    for (int i = 0; i < 7; i++)
+        if (in[i]->rank != ranks[i]) return "pages: an argument has the wrong number of axes";
+    const int64_t *keys = in[1]->dims, *values = in[2]->dims, rows = in[0]->dims[0], width = in[0]->dims[2];
+    int fit = keys[1] > 0 && keys[3] > 0 && width > 0 && in[0]->dims[1] % keys[1] == 0 && keys[2] == width &&
+              values[0] == keys[0] && values[1] == keys[1] && values[2] == keys[3] && values[3] == width &&
+              in[5]->dims[0] == rows && in[6]->dims[0] == rows;
+    for (int i = 3; i < 5; i++)
+        fit = fit && in[i]->dims[0] == rows && in[i]->dims[1] == keys[1] && in[i]->dims[2] == width;
+    if (!fit) return "pages: shapes of queries, keys, values, positions and tables do not go together";
     *job = (Job){.q = in[0]->data, .keys = out[1]->data, .values = out[2]->data, .out = out[0]->data,
                  .new_keys = in[3]->data, .new_values = in[4]->data, .positions = in[5]->data, .tables = in[6]->data,
                  .rows = in[0]->dims[0], .heads = in[0]->dims[1], .width = in[0]->dims[2], .pages = keys[0],
@@ -333,7 +345,8 @@ XLA_FFI_Error *rstar2_pages_step(XLA_FFI_CallFrame *frame) {
     team->parts = job->rows < ROWS_FOR_WHOLE_ITEMS ? job->key_heads : 1;
     long items = job->rows * team->parts;
     int64_t cost = 0;
-    for (int64_t row = 0; row < job->rows; row++) cost += 2 * (job->positions[row] + (int64_t)1);
+    for (int64_t row = 0; row < job->rows; row++)
+        if (job->positions[row] >= 0) cost += 2 * (job->positions[row] + (int64_t)1);
     write_entries(job);
     atomic_store(&team->holders, 1);
     call_for_help(frame, team, cost * job->heads * job->width);

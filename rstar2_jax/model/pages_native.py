@@ -26,7 +26,8 @@ from jaxtyping import Array, Float, Int
 _LOG = logging.getLogger(__name__)
 _NAME = "rstar2_pages_step"
 _SOURCE = pathlib.Path(__file__).with_name("pages_native.c")
-_FLAGS = ["-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-shared", "-fPIC"]
+_WIDE = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
+_FLAGS = ["-O3", "-march=native", *_WIDE, "-ffp-contract=fast", "-shared", "-fPIC"]
 
 
 def available() -> bool:
@@ -57,6 +58,8 @@ def step(
 def build(folder: pathlib.Path) -> pathlib.Path:
     """The compiled part in a folder, compiled unless that was done for this processor, compiler and jaxlib.
 
+    Its name holds a digest of its content: to load a file that was cut short would kill the process.
+
     Raises:
         OSError: there is no compiler, or it fails, or the folder cannot be written.
     """
@@ -66,26 +69,29 @@ def build(folder: pathlib.Path) -> pathlib.Path:
     include = pathlib.Path(jax.ffi.include_dir())
     made_of = [_SOURCE.read_bytes(), (include / "xla/ffi/api/c_api.h").read_bytes(), repr(_FLAGS).encode()]
     made_of += [os.path.realpath(compiler).encode(), _processor().encode()]
-    target = folder / f"pages-{hashlib.sha256(b'|'.join(made_of)).hexdigest()[:16]}.so"
-    if target.exists():
-        return target
+    name = f"pages-{_digest(b'|'.join(made_of))}"
+    for found in folder.glob(f"{name}-*.so"):
+        if found.name == f"{name}-{_digest(found.read_bytes())}.so":
+            return found
+        found.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = pathlib.Path(scratch) / target.name
+        made = pathlib.Path(scratch) / "made.so"
         command = [compiler, *_FLAGS, f"-I{include}", "-o", str(made), str(_SOURCE)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if done.returncode:
             raise OSError(f"{compiler} cannot compile {_SOURCE.name}: {done.stderr.strip()[-400:]}")
+        target = folder / f"{name}-{_digest(made.read_bytes())}.so"
         made.replace(target)
     return target
 
 
 @functools.cache
 def _registered() -> bool:
-    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     try:
+        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
         handler = getattr(ctypes.CDLL(str(build(cache / "rstar2_jax" / "native"))), _NAME)
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: no home
         _LOG.warning("attention over pages runs without its part in C, at about half the speed: %s", error)
         return False
     jax.ffi.register_ffi_target(_NAME, jax.ffi.pycapsule(handler), platform="cpu")
@@ -100,3 +106,7 @@ def _processor() -> str:
         return platform.machine() + platform.processor()
     found = {line.partition(":")[0].strip(): line for line in lines}
     return platform.machine() + "".join(found.get(name, "") for name in ("model name", "flags", "Features"))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

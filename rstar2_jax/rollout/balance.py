@@ -20,7 +20,8 @@ of service could hold is set aside until one is back: nobody who passes it takes
 Of the engines with room a rollout takes its home (where it ran before), else one that holds a few of its prompt's
 siblings (they share the prefix), else the one with most free tokens; ties go to the one with fewer rollouts, then to
 the lower index. Affinity ends where an engine is full or down, and where nobody waits and one engine has clearly more
-left to do than another: then rollouts move between two of their turns, a few, since that costs a prefill.
+left to do than another: then rollouts move between two of their turns, a few, since that costs a prefill. Engines are
+taken to be equally fast, whatever they hold.
 
 Every change is an explicit call and every answer a plain value, so that the asyncio driver (pool.py) and the event
 simulation (benchmarks/scheduler_sim.py) run the same decisions.
@@ -72,9 +73,8 @@ class _Engine:
 
     def used_by(self, rollout: Rollout) -> int:
         """Tokens that a rollout has appended by now: all rows of an engine sample one each in a step."""
-        if rollout.began_at is None:
-            return rollout.used_tokens
-        return min(rollout.budget_tokens, rollout.used_tokens + self.progress - rollout.began_at)
+        more = 0 if rollout.began_at is None else self.progress - rollout.began_at
+        return min(rollout.budget_tokens, rollout.used_tokens + more)
 
 
 class Balancer:
@@ -105,8 +105,8 @@ class Balancer:
         self._lengths = lengths.Lengths() if quantile is not None else None
         self._queue = LongestFirst() if longest_first else FirstCome()
         self._aside: dict[str, Rollout] = {}
-        self._budget_tokens = 0  # the largest of those that ended: a small one must not cut the others' lengths
-        self._most_under_way = 0
+        self._budget_tokens = 0  # the largest so far: a small one must not cut the others' lengths
+        self._most_under_way = self._longest_tokens = 0
         self._move_share, self._may_move = move_share, 0.0
         # Of what each engine is expected to hold from now on; those of stale ones must be made anew.
         self._mean, self._variance = np.zeros((2, len(capacities), lengths.BUCKETS))
@@ -155,12 +155,17 @@ class Balancer:
                 "budgets or give the engines more KV memory"
             )
         rollout.engine = None
+        self._longest_tokens = max(self._longest_tokens, longest)
+        if rollout.budget_tokens > self._budget_tokens:
+            self._budget_tokens = rollout.budget_tokens
+            if self._lengths is not None and self._lengths.are_known:
+                self._fit()
         self._queue.put(rollout, first=first)
         under_way = self.waiting + sum(len(engine.rollouts) for engine in self._engines)
         self._most_under_way = max(self._most_under_way, under_way)
 
-    def place(self) -> list[tuple[Rollout, int]]:
-        """(rollout, engine) for every rollout that leaves the queue now, in its order."""
+    def place(self, most_rollouts: int | None = None) -> list[tuple[Rollout, int]]:
+        """(rollout, engine) for every rollout that leaves the queue now, or the first of them, in its order."""
         placed = []
         most = max((self._engines[index].capacity_tokens for index in self.up), default=0)
         if not most:
@@ -169,7 +174,7 @@ class Balancer:
             if self.need(rollout) <= most:
                 del self._aside[rollout.name]
                 self._queue.put(rollout, first=True)
-        while (rollout := self._queue.head()) is not None:
+        while (rollout := self._queue.head()) is not None and len(placed) != most_rollouts:
             engine = self._choose(rollout)
             if engine is None:
                 if self.need(rollout) <= most:
@@ -193,10 +198,9 @@ class Balancer:
     def grow(self, rollout: Rollout, used_tokens: int, sampled_tokens: int = 0) -> None:
         """A turn has ended: the rollout has now appended so many tokens, of which so many were sampled in this turn."""
         rollout.used_tokens = used_tokens
-        self._may_move = min(
-            self._may_move + self._move_share * sampled_tokens,
-            self._move_share * sum(engine.capacity_tokens for engine in self._engines),
-        )
+        # Kept for later is what moves the longest rollout, or that share of all memory where it is more.
+        most = max(self._longest_tokens, self._move_share * sum(engine.capacity_tokens for engine in self._engines))
+        self._may_move = min(self._may_move + self._move_share * sampled_tokens, most)
         if rollout.engine is not None:
             engine = self._engines[rollout.engine]
             if rollout.began_at is not None:
@@ -220,12 +224,10 @@ class Balancer:
         if ended:
             self._queue.learn(rollout)
             if self._lengths:
-                self._budget_tokens = max(self._budget_tokens, rollout.budget_tokens)
-                self._lengths.add(rollout.used_tokens, self._most_under_way)
+                cut = rollout.used_tokens >= rollout.budget_tokens
+                self._lengths.add(rollout.used_tokens, self._most_under_way, cut=cut)
                 if self._lengths.is_due:
-                    running = (it.used_by(one) for it in self._engines for one in it.rollouts.values())
-                    self._lengths.fit(running, self._budget_tokens)
-                    self._stale.update(range(len(self._engines)))
+                    self._fit()
 
     def take_down(self, engine: int) -> list[Rollout]:
         """Give an engine nothing more; its rollouts, taken off it, in the order of their arrival there."""
@@ -251,14 +253,23 @@ class Balancer:
     def _knows(self) -> bool:
         return self._lengths is not None and self._lengths.are_known
 
+    def _fit(self) -> None:
+        assert self._lengths is not None
+        running = (it.used_by(one) for it in self._engines for one in it.rollouts.values())
+        self._lengths.fit(running, self._budget_tokens)
+        self._stale.update(range(len(self._engines)))
+
     def _even_out(self, rollout: Rollout) -> None:
         """Move a rollout between two turns, where its engine has much more left to do than another with room for it.
 
         Not while rollouts wait, which even that out by themselves, and only as far as `move_share` allows: the new
         engine computes all that the rollout has.
         """
-        index, context = rollout.engine, rollout.prompt_tokens + rollout.used_tokens
-        if self.waiting or index is None or context > self._may_move or not self._knows:
+        index = rollout.engine
+        again = (
+            rollout.prompt_tokens + rollout.used_tokens if rollout.used_tokens else 0
+        )  # nothing before the first turn
+        if self.waiting or index is None or again > self._may_move or not self._move_share or not self._knows:
             return
         self._refresh()
         up = self.up
@@ -271,7 +282,7 @@ class Balancer:
         self._engines[index].drop(rollout)
         self._stale.add(index)
         self._take(rollout, to)
-        self._may_move -= context
+        self._may_move -= again
 
     def _take(self, rollout: Rollout, engine: int) -> None:
         rollout.engine = rollout.home = engine

@@ -31,7 +31,7 @@ import numpy as np
 BUCKETS = 64  # of the budget
 _LEAST = 32  # rollouts that ended before their lengths say anything
 _MOST = 4096  # that are remembered, and twice as many as were ever under way together
-_NEWS = 16  # a fit is due when this part of what is remembered is new
+_NEWS = 16  # a fit is due when this part of what is remembered is new, and as many at least
 
 
 class Lengths:
@@ -49,7 +49,7 @@ class Lengths:
     """
 
     def __init__(self) -> None:
-        self._ended: collections.deque[int] = collections.deque(maxlen=_MOST)
+        self._ended: collections.deque[tuple[int, bool]] = collections.deque(maxlen=_MOST)
         self._new = 0
         self._width = 0.0
         self._mean = self._variance = np.zeros(0)
@@ -63,27 +63,30 @@ class Lengths:
     @property
     def is_due(self) -> bool:
         """Enough have ended since the last fit for another one to say more."""
-        return len(self._ended) >= _LEAST and self._new * _NEWS >= len(self._ended)
+        return len(self._ended) >= _LEAST and self._new >= max(_NEWS, len(self._ended) / _NEWS)
 
-    def add(self, tokens: int, together: int = 0) -> None:
+    def add(self, tokens: int, together: int = 0, *, cut: bool = False) -> None:
         """A rollout has ended with so many response tokens.
 
         Args:
             together: rollouts under way at once. Of those the long ones end last: fewer remembered would be the long
                 ones alone.
+            cut: by a budget of its own: with a larger one it would have gone on.
         """
         most = self._ended.maxlen or 0
         if 2 * together > most:
             self._ended = collections.deque(self._ended, maxlen=2 * together)
-        self._ended.append(tokens)
+        self._ended.append((tokens, cut))
         self._new += 1
 
     def fit(self, running: Iterable[int], budget: int) -> None:
         """Estimate anew, in equal buckets of `budget`; `running`: tokens of the rollouts that run."""
         self._new, self._width = 0, budget / BUCKETS
         edges = np.arange(BUCKETS + 1) * self._width
-        ended, _ = np.histogram(np.clip(np.asarray(self._ended, float), 0, budget), edges)
-        left, _ = np.histogram(np.clip(np.asarray(list(running), float), 0, budget), edges)
+        whole = [tokens for tokens, cut in self._ended if not cut or tokens >= budget]
+        seen = [*running, *(tokens for tokens, cut in self._ended if cut and tokens < budget)]
+        ended, _ = np.histogram(np.clip(np.asarray(whole, float), 0, budget), edges)
+        left, _ = np.histogram(np.clip(np.asarray(seen, float), 0, budget), edges)
         at_risk = (ended + left)[::-1].cumsum()[::-1]
         hazard = np.clip(ended / np.maximum(at_risk - left / 2, 0.5), 0, 1)
         survival = np.concatenate([[1.0], np.cumprod(1 - hazard)[:-1]])

@@ -29,6 +29,7 @@ from rstar2_jax.rollout.engine import DivergedError, EngineError, Generation, Li
 _MOST_STRIKES = 3  # failed turns or unanswered probes in a row
 _FEWEST_PROBE_S = 1.0
 _MOST_AWAY_S = 300.0
+_MOST_AT_ONCE = 64  # rollouts seated before anything else has its turn: some milliseconds with 64 engines
 
 
 class Pool:
@@ -59,6 +60,7 @@ class Pool:
         self._weights: tuple[str, int] | None = None
         self._updating, self._paused = 0, False  # engines owe no progress meanwhile
         self._warm_ups: tuple[Request, ...] = ()
+        self._limit_s = max(policy.probe_s, _FEWEST_PROBE_S)
         self._strikes: list[set[str | int]] = [set() for _ in engines]  # since the last good turn
         self._turns = [0] * len(engines)
         self._away_s, self._away_until_s = [0.0] * len(engines), [0.0] * len(engines)
@@ -124,7 +126,7 @@ class Pool:
     async def generate(self, request: Request) -> Generation:
         """Sample one turn in a seat of its own."""
         sizes = {"prompt_tokens": len(request.prompt_ids), "budget_tokens": request.sampling.max_new_tokens}
-        async with self.seat(f"one/{request.rid}", family="", **sizes) as seat:
+        async with self.seat(f"one/{request.rid}", family=request.rid, **sizes) as seat:
             return await seat.turn(request)
 
     async def score(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -223,8 +225,7 @@ class Pool:
 
     def turn_begins(self, seat: seats.Seat) -> None:
         """A rollout's next turn is about to be sampled: at another engine, where that evens out their work."""
-        index = self._balancer.begin(seat.rollout)
-        if index is not None and not seat.is_at(index):
+        if (index := self._balancer.begin(seat.rollout)) is not None and not seat.is_at(index):
             self.counts.evened += 1
             seat.sit(index)
 
@@ -252,7 +253,7 @@ class Pool:
         strikes = self._strikes[index]
         # A prompt that diverges does so in all of its samples, on any engine: they are one strike together.
         strikes.add(seat.rollout.family if isinstance(error, DivergedError) else len(strikes))
-        alive = await watch.answers(self._engines[index], self._limit_s())
+        alive = await watch.answers(self._engines[index], self._limit_s)
         if not alive or len(strikes) >= _MOST_STRIKES:
             self._take_down(index, str(error))
         return index not in self._balancer.up
@@ -322,13 +323,15 @@ class Pool:
         self._place()
 
     def _place(self) -> None:
-        now = asyncio.get_running_loop().time()
-        for rollout, index in self._balancer.place():
+        now = (loop := asyncio.get_running_loop()).time()
+        for rollout, index in (placed := self._balancer.place(_MOST_AT_ONCE)):
             seat = self._seats[rollout.name]
             self.counts.seated += 1
             self.counts.queue_s += now - seat.queued_at
             self.seated_s = now
             seat.sit(index)
+        if len(placed) == _MOST_AT_ONCE:
+            loop.call_soon(self._place)
 
     def _in_service(self) -> list[int]:
         if not self._balancer.up:
@@ -364,9 +367,6 @@ class Pool:
     async def _warm(self, engine: RolloutEngine) -> None:
         await asyncio.gather(*(engine.generate(request) for request in self._warm_ups))
 
-    def _limit_s(self) -> float:
-        return max(self._policy.probe_s, _FEWEST_PROBE_S)
-
     def _look_after(self) -> None:
         if not self._watchers and self._policy.probe_s > 0:
             self._watchers = [asyncio.create_task(self._watch(index)) for index in range(len(self._engines))]
@@ -377,7 +377,7 @@ class Pool:
         progress = watch.Progress(self._policy.progress_s)
         while True:
             await asyncio.sleep(self._policy.probe_s)
-            answers = await watch.answers(engine, self._limit_s())
+            answers = await watch.answers(engine, self._limit_s)
             silent = 0 if answers else silent + 1
             if index not in self._balancer.up:
                 if answers and not self._paused and asyncio.get_running_loop().time() >= self._away_until_s[index]:
@@ -391,7 +391,7 @@ class Pool:
                 continue
             working = sum(seat.in_flight for seat in self._seats.values() if seat.is_at(index))
             try:
-                sign = self._turns[index], await watch.kv_tokens_used(engine, self._limit_s())
+                sign = self._turns[index], await watch.kv_tokens_used(engine, self._limit_s)
             except LimitError:
                 continue
             now = asyncio.get_running_loop().time()

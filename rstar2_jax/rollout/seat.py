@@ -81,7 +81,7 @@ class Seat:
         self._sat = 0  # places so far
         self._changed = asyncio.Event()
         self._failure: EngineError | None = None
-        self._rid = ""
+        self._rid, self._begun = "", ("", 0)  # the turn, and at which of its places it was begun last
         self._failed = self._moves = 0  # of the turn named so
         self._last: EngineError | None = None
 
@@ -130,8 +130,9 @@ class Seat:
         """
         if request.rid != self._rid:
             self._rid, self._failed, self._moves = request.rid, 0, 0
-            if self._index is not None:
-                self._pool.turn_begins(self)
+        if self._index is not None and self._begun != (request.rid, self._sat):
+            self._pool.turn_begins(self)
+            self._begun = request.rid, self._sat
         sat = self._sat
         while (index := self._index) is not None and self._sat == sat:
             if self._failed >= _MOST_ATTEMPTS:

@@ -118,6 +118,32 @@ def test_a_position_beyond_its_table_is_an_error():
         jax.block_until_ready(jax.jit(pages_native.step)(*args))
 
 
+@pytest.mark.parametrize("change", [(0, (64, 3, 24)), (3, (63, 2, 24)), (2, (256, 2, 24, 32)), (5, (63,)), (6, (64,))])
+def test_shapes_that_do_not_go_together_are_an_error(change):
+    args = list(arguments(*SIZES["the box"]))
+    args[change[0]] = np.zeros(change[1], args[change[0]].dtype)
+    with pytest.raises(Exception, match="pages: (shapes of|an argument has)"):
+        jax.block_until_ready(jax.jit(pages_native.step)(*args))
+
+
+def test_a_library_that_was_cut_short_is_made_again(tmp_path):
+    whole = pages_native.build(tmp_path)
+    content = whole.read_bytes()
+    whole.write_bytes(content[: len(content) // 2])
+    assert pages_native.build(tmp_path).read_bytes() == content
+
+
+def test_a_user_without_a_home_goes_on_without_the_part_in_c(monkeypatch, caplog):
+    def nobody():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pathlib.Path, "home", nobody)
+    with caplog.at_level(logging.WARNING):
+        assert not pages_native._registered.__wrapped__()
+    assert "Could not determine home directory" in caplog.text
+
+
 def test_without_a_compiler_the_log_says_so_and_the_portable_form_is_used(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

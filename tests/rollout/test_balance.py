@@ -108,7 +108,7 @@ def test_many_rollouts_need_less_of_a_margin_each_than_a_few_and_samples_of_one_
     # Of lengths between 0 and 1000 half are left after 500 tokens, when n of them hold most: n * 258 + 1.645 *
     # sqrt(n (1 + siblings) / 2) * 258 tokens, at the end of a 64th of the budget. Of what each reaches in the end, 500,
     # the memory would hold half as many.
-    assert len(few.held(0)) == pytest.approx(of_few, abs=1) and len(many.held(0)) == pytest.approx(of_many, abs=30)
+    assert len(few.held(0)) == pytest.approx(of_few, abs=1) and len(many.held(0)) == pytest.approx(of_many, rel=0.04)
 
 
 def test_what_still_runs_is_known_to_have_come_as_far_as_the_turns_that_end_beside_it():
@@ -149,6 +149,31 @@ def test_the_lengths_of_one_step_are_not_forgotten_for_its_long_ones_alone():
         estimate.add(tokens, together=9000)
     estimate.fit([], 1000)
     assert estimate.expected(0, 1000)[0] == pytest.approx(500, abs=15)
+
+
+def test_rollouts_that_a_small_budget_cut_say_nothing_of_what_a_large_one_is_used_for():
+    balancer = balance.Balancer([100_000], quantile=0.95)
+    ended(balancer, *[64] * 500, budget=64)
+    for number in range(300):
+        submitted(balancer, f"{number}", family=f"{number}", prompt=100, budget=8192)
+    balancer.place()
+    assert len(balancer.held(0)) == 100_000 // 8292
+
+
+def test_a_call_seats_no_more_than_it_is_asked_to():
+    balancer = balance.Balancer([1000], quantile=None)
+    submitted(balancer, *"abcde")
+    assert [len(balancer.place(2)) for _ in range(4)] == [2, 2, 1, 0]
+
+
+def test_a_small_fleet_saves_up_for_a_long_rollout():
+    balancer = balance.Balancer([10_000, 10_000], quantile=0.95, move_share=0.01)
+    ended(balancer, *(617 * number % 1000 for number in range(200)))
+    (one,) = submitted(balancer, "one", prompt=10, budget=5000)
+    balancer.place()
+    for _ in range(400):
+        balancer.grow(one, 2000, 2000)
+    assert balancer._may_move == 5010
 
 
 def uneven(move_share, waiting=0):

@@ -243,6 +243,37 @@ def test_a_rollout_that_moves_between_two_turns_samples_the_next_one_there():
     assert len(replicas[first].served) == len(replicas[1 - first].served) == 1
 
 
+def test_a_turn_that_is_sampled_again_elsewhere_is_begun_there():
+    begun = []
+
+    async def act(engines):
+        whole = engines.turn_begins
+        engines.turn_begins = lambda seat: (whole(seat), begun.append(seat.rollout.engine))
+        async with engines.seat("r", family="f", prompt_tokens=4, budget_tokens=50) as seat:
+            await seat.turn(request(0))
+            engines._take_down(seat.rollout.engine, "for the test")
+            await seat.turn(request(1))
+
+    replicas = [Replica("a"), Replica("b")]
+    drive(replicas, STILL, act)
+    assert sorted(begun) == [0, 1]
+
+
+def test_more_rollouts_than_are_seated_at_once_are_all_seated():
+    async def act(engines):
+        async def one(number):
+            sizes = {"prompt_tokens": 1, "budget_tokens": 3}
+            async with engines.seat(f"r{number}", family=f"{number}", **sizes) as seat:
+                await seat.ready()
+                await asyncio.sleep(0.05)
+
+        await asyncio.gather(*(one(number) for number in range(200)))
+        return engines.counts.seated
+
+    seated, _, _ = drive([Replica("a", kv_tokens=200 * 4)], STILL, act)
+    assert seated == 200
+
+
 def test_a_rollout_keeps_its_engine_between_turns_and_its_siblings_sit_beside_it():
     replicas = [Replica("a", kv_tokens=640), Replica("b", kv_tokens=640)]
     drive(replicas, STILL, many)
