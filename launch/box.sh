@@ -11,7 +11,8 @@ mkdir -p "${1:-runs/box}"
 RUNS=$(realpath "${1:-runs/box}")
 export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-2}
 # Keep freed memory instead of returning it after each step: XLA on CPU allocates and frees the same buffers all the time.
-# Large ones come from the system in any case, in huge pages: one page at a time they cost a sixth of a step of benchmarks/train_step.py.
+# Large ones come from the system in any case, in huge pages: one page at a time they cost a sixth of a step of
+# benchmarks/train_step.py.
 export MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=1073741824
 export GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 

@@ -134,7 +134,7 @@ class Balancer:
     def need(self, rollout: Rollout) -> int:
         """KV tokens that a rollout is expected to reach."""
         used, budget = rollout.used_tokens, rollout.budget_tokens
-        mean = self._lengths.expected(used, budget)[0] if self._lengths else budget
+        mean = self._lengths.expected(used, budget) if self._lengths else budget
         return rollout.prompt_tokens + min(budget, max(math.ceil(mean), used + _MARGIN_TOKENS))
 
     def able(self, rollout: Rollout) -> list[int]:

@@ -8,8 +8,7 @@ budget those that got there, a rollout ends in it with probability
 
 and, T being the final length of a rollout that has u tokens,
 
-    E[T | T > u]   = u + integral of S from u on / S(u)
-    E[T^2 | T > u] = u^2 + 2 * integral of x S(x) from u on / S(u)
+    E[T | T > u] = u + integral of S from u on / S(u)
 
 Where nothing was seen to end S stays as it is up to the budget: what is not known is taken for long.
 
@@ -35,25 +34,22 @@ _NEWS = 16  # a fit is due when this part of what is remembered is new, and as m
 
 
 class Lengths:
-    """Mean and variance of final lengths.
+    """Mean of final lengths, and what rollouts hold together.
 
     >>> lengths = Lengths()
     >>> lengths.expected(0, 64)
-    (64.0, 0.0)
+    64.0
     >>> for tokens in range(64): lengths.add(tokens)
     >>> lengths.fit(running=[], budget=64)
-    >>> [round(number) for number in lengths.expected(0, 64)]
-    [32, 342]
-    >>> [round(number) for number in lengths.expected(32, 64)]
-    [48, 86]
+    >>> [round(lengths.expected(used, 64)) for used in (0, 32)]
+    [32, 48]
     """
 
     def __init__(self) -> None:
         self._ended: collections.deque[tuple[int, bool]] = collections.deque(maxlen=_MOST)
         self._new = 0
         self._width = 0.0
-        self._mean = self._variance = np.zeros(0)
-        self._alive = self._ahead = np.zeros(0)
+        self._mean = self._alive = self._ahead = np.zeros(0)
 
     @property
     def are_known(self) -> bool:
@@ -92,11 +88,9 @@ class Lengths:
         survival = np.concatenate([[1.0], np.cumprod(1 - hazard)[:-1]])
         start, known = edges[:-1], np.maximum(survival, 1e-12)
         area = survival * (1 - hazard / 2) * self._width  # under S, within a bucket
-        moment = 2 * (start + self._width / 2) * area
         mean = start + area[::-1].cumsum()[::-1] / known
-        variance = np.maximum(0.0, start**2 + moment[::-1].cumsum()[::-1] / known - mean**2)
         beyond = survival == 0  # longer than any that was seen
-        self._mean, self._variance = np.where(beyond, budget, mean), np.where(beyond, 0.0, variance)
+        self._mean = np.where(beyond, budget, mean)
         # [from bucket, buckets ahead]: the probability to be there still; who is longer than any may reach the budget.
         later = np.arange(BUCKETS)[:, None] + np.arange(BUCKETS)
         reached = np.append(survival, 0.0)[np.minimum(later, BUCKETS)]
@@ -104,13 +98,11 @@ class Lengths:
         self._alive = np.where(beyond[:, None], unseen, reached / known[:, None])
         self._ahead = np.arange(1, BUCKETS + 1) * self._width  # who is there at a bucket's start may grow through it
 
-    def expected(self, used: int, budget: int) -> tuple[float, float]:
-        """Mean and variance of the final length of a rollout that has `used` tokens; the budget, without variance, as
-        long as nothing is known."""
+    def expected(self, used: int, budget: int) -> float:
+        """Mean of the final length of a rollout that has `used` tokens; the budget as long as nothing is known."""
         if not len(self._mean) or used >= budget:
-            return float(budget), 0.0
-        bucket = min(BUCKETS - 1, int(used / self._width))
-        return float(min(budget, max(used, self._mean[bucket]))), float(self._variance[bucket])
+            return float(budget)
+        return float(min(budget, max(used, self._mean[min(BUCKETS - 1, int(used / self._width))])))
 
     def held(self, prompts: Sequence[int], used: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Mean and variance of H(g), f64[buckets] each, at the end of each bucket from now on. What several rollouts
