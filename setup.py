@@ -27,7 +27,7 @@ setuptools.setup(
     package_data={
         **dict.fromkeys(CONFIGS, ["*.gin"]),
         "rstar2_jax.data": ["templates/*.jinja"],
-        "rstar2_jax.model": ["*.c"],
+        "rstar2_jax.model": ["*.c", "*.h"],
     },
     # SGLang's own processes load this where the package is installed beside it (pip install --no-deps).
     entry_points={"sglang.srt.plugins": ["rstar2_jax = rstar2_jax.weights.sglang_loader:register"]},

@@ -5,7 +5,7 @@
 Short rows keep their softmax weights for the backward pass, in static blocks of queries that see only the keys before
 their end. Long rows go block by block and keep the output and its normaliser, so that memory grows linearly with the
 row: weights are computed again in the backward pass, and blocks of keys that lie before the segments of a block of
-queries are never visited.
+queries are never visited. On one CPU a part in C (attention_native.py) takes the place of both, in float32.
 
 Source: the online softmax of FlashAttention (arXiv 2205.14135); deviation: whole blocks are skipped by segment.
 Deliberately not here: attention over a cache (ops.py).
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from rstar2_jax.model import fused, ops, sharding
+from rstar2_jax.model import attention_native, fused, ops, sharding
 
 DENSE_TOKENS = 1024  # longest row whose softmax weights are kept
 QUERY_BLOCK_TOKENS = 128  # of the dense form: half of the square is never computed
@@ -42,16 +42,25 @@ def causal(
 
     Args:
         segment_ids: each id is one run of neighbours in its row.
-        layout: rows and heads are split by it, and it names the kernel; None for the portable one on one device.
+        layout: rows and heads are split by it, and it names the kernel; None for one device.
     """
     heads, rows = ("rows", None, "heads", None), ("rows", None)
-    if layout is None:
-        return _local(q, k, v, segment_ids)
-    local = _local if layout.attention == "portable" else fused.KERNELS[layout.attention]
+    if layout is None or (layout.single and layout.attention == "portable"):
+        return _alone(q, k, v, segment_ids)
+    local = portable if layout.attention == "portable" else fused.KERNELS[layout.attention]
     return layout.spread(local, [heads, heads, heads, rows], heads)(q, k, v, segment_ids)
 
 
-def _local(q: Any, k: Any, v: Any, segment_ids: Any) -> jax.Array:
+def _alone(q: Any, k: Any, v: Any, segment_ids: Any) -> jax.Array:
+    if {q.dtype, k.dtype, v.dtype} == {jnp.dtype(jnp.float32)} and attention_native.available():
+        return attention_native.causal(q, k, v, segment_ids)
+    return portable(q, k, v, segment_ids)
+
+
+def portable(
+    q: Float[Array, "b t h d"], k: Float[Array, "b t k d"], v: Float[Array, "b t k d"], segment_ids: Int[Array, "b t"]
+) -> Float[Array, "b t h d"]:
+    """`causal` on one device of any kind, by the form that the length of a row asks for."""
     return (dense if q.shape[1] <= DENSE_TOKENS else blockwise)(q, k, v, segment_ids)
 
 

@@ -7,22 +7,9 @@
  * a row's head depends on nothing else, so that its numbers are the same bits on whatever thread and beside whatever
  * neighbours. Sums are made in float32; entries beyond the position are not read into any of them.
  */
-#include <sched.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "native.h"
 
-#include "xla/ffi/api/c_api.h"
-
-#define LANES 16
 #define MOST_HEADS 4 /* queries of one key head that are taken together */
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
 #define ROWS_FOR_WHOLE_ITEMS 16 /* fewer are split by their heads, so that there is something for each thread */
 
 static const int64_t ITEM_COST_FOR_A_THREAD = 1 << 17; /* multiplications for which another thread is worth waking */
@@ -34,16 +21,8 @@ typedef struct {
     const int32_t *positions, *tables;
     int64_t rows, heads, key_heads, width, page_tokens, pages, table_pages, most_entries;
     int narrow; /* bfloat16 instead of float32 */
+    int64_t parts; /* of a row's heads; an item of work is one of them */
 } Job;
-
-typedef struct {
-    Job job;
-    long parts; /* of a row's heads; an item of work is one of them */
-    atomic_long next, done, holders;
-} Team;
-
-INLINE lanes load(const float *at) { return *(const lanes *)at; }
-INLINE void store(float *at, lanes x) { *(lanes *)at = x; }
 
 INLINE float widened(uint16_t x) {
     uint32_t bits = (uint32_t)x << 16;
@@ -57,20 +36,6 @@ INLINE uint16_t narrowed(float x) { /* to the nearest, ties to even */
     memcpy(&bits, &x, 4);
     if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* NaN stays NaN */
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-INLINE int64_t rounded_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
-
-/* e^x for x <= 0: 2^n times the Taylor polynomial of the rest, which is within ln(2)/2 of 0; NaN stays NaN. */
-INLINE lanes exponential(lanes x) {
-    const float shift = 12582912.0f; /* 1.5 * 2^23: what is added to it is rounded to an integer */
-    lanes shifted = x * 1.44269504f + shift, n = shifted - shift;
-    lanes r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    lanes y = 1.0f + r * (1.0f / 7);
-    for (int i = 6; i > 0; i--) y = 1.0f + r * y * (1.0f / i);
-    words power = ((words)shifted - 0x4b400000u + 127u) << 23;
-    ints tiny = x < -87.0f;
-    return (lanes)((ints)(y * (lanes)power) & ~tiny);
 }
 
 /* Rows of a page as float32, LANES or more apart: the pool itself where it can be read as it lies, else a copy. */
@@ -240,51 +205,10 @@ static void write_entries(const Job *job) {
     }
 }
 
-/* Takes items until none is left; nothing of the job is looked at once that is so, since its caller may be gone. */
-static void work(Team *team, float *scratch) {
-    long parts = team->parts, items = team->job.rows * parts, item;
-    while ((item = atomic_fetch_add(&team->next, 1)) < items) {
-        int64_t heads = team->job.key_heads, part = item % parts;
-        attend(&team->job, item / parts, part * heads / parts, (part + 1) * heads / parts, scratch);
-        atomic_fetch_add(&team->done, 1);
-    }
-}
-
-static void leave(Team *team) {
-    if (atomic_fetch_sub(&team->holders, 1) == 1) free(team);
-}
-
-static void help(void *data) {
-    Team *team = data;
-    float *scratch = malloc(sizeof(float) * scratch_floats(&team->job));
-    if (scratch != NULL) work(team, scratch); /* without memory the others do its share */
-    free(scratch);
-    leave(team);
-}
-
-static XLA_FFI_Error *failure(XLA_FFI_CallFrame *frame, XLA_FFI_Error_Code code, const char *message) {
-    XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, message, code};
-    return frame->api->XLA_FFI_Error_Create(&args);
-}
-
-/* Wakes threads of XLA's pool, at most one for each share of the work that is worth it. */
-static void call_for_help(XLA_FFI_CallFrame *frame, Team *team, int64_t cost) {
-    int64_t threads = 1;
-    XLA_FFI_ThreadPool_NumThreads_Args asked = {XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, frame->ctx,
-                                                &threads};
-    XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&asked);
-    int64_t wanted = cost / ITEM_COST_FOR_A_THREAD, helpers = (threads < wanted ? threads : wanted) - 1;
-    for (int64_t i = 0; error == NULL && i < helpers; i++) {
-        XLA_FFI_ThreadPool_Schedule_Args args = {XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL, frame->ctx, help,
-                                                 team};
-        atomic_fetch_add(&team->holders, 1);
-        error = frame->api->XLA_FFI_ThreadPool_Schedule(&args);
-        if (error != NULL) atomic_fetch_sub(&team->holders, 1);
-    }
-    if (error != NULL) { /* there is no pool: this thread does all of it */
-        XLA_FFI_Error_Destroy_Args args = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
-        frame->api->XLA_FFI_Error_Destroy(&args);
-    }
+static void attend_item(const void *data, int64_t item, float *scratch) {
+    const Job *job = data;
+    int64_t heads = job->key_heads, parts = job->parts, part = item % parts;
+    attend(job, item / parts, part * heads / parts, (part + 1) * heads / parts, scratch);
 }
 
 static const char *fill(Job *job, const XLA_FFI_CallFrame *frame) {
@@ -325,34 +249,15 @@ static const char *fill(Job *job, const XLA_FFI_CallFrame *frame) {
 }
 
 XLA_FFI_Error *rstar2_pages_step(XLA_FFI_CallFrame *frame) {
-    if (frame->extension_start != NULL && frame->extension_start->type == XLA_FFI_Extension_Metadata) {
-        XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)frame->extension_start)->metadata;
-        metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-        metadata->api_version.minor_version = XLA_FFI_API_MINOR;
-        return NULL;
-    }
-    if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return NULL;
-    Team *team = calloc(1, sizeof(Team));
-    if (team == NULL) return failure(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "pages: no memory");
-    const char *wrong = fill(&team->job, frame);
-    float *scratch = wrong ? NULL : malloc(sizeof(float) * scratch_floats(&team->job));
-    if (scratch == NULL) {
-        free(team);
-        XLA_FFI_Error_Code code = wrong ? XLA_FFI_Error_Code_INVALID_ARGUMENT : XLA_FFI_Error_Code_RESOURCE_EXHAUSTED;
-        return failure(frame, code, wrong ? wrong : "pages: no memory");
-    }
-    const Job *job = &team->job;
-    team->parts = job->rows < ROWS_FOR_WHOLE_ITEMS ? job->key_heads : 1;
-    long items = job->rows * team->parts;
+    if (nothing_to_compute(frame)) return NULL;
+    Job job = {0};
+    const char *wrong = fill(&job, frame);
+    if (wrong) return failure(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, wrong);
+    job.parts = job.rows < ROWS_FOR_WHOLE_ITEMS ? job.key_heads : 1;
     int64_t cost = 0;
-    for (int64_t row = 0; row < job->rows; row++)
-        if (job->positions[row] >= 0) cost += 2 * (job->positions[row] + (int64_t)1);
-    write_entries(job);
-    atomic_store(&team->holders, 1);
-    call_for_help(frame, team, cost * job->heads * job->width);
-    work(team, scratch);
-    while (atomic_load(&team->done) < items) sched_yield(); /* what another thread has begun ends soon */
-    free(scratch);
-    leave(team);
-    return NULL;
+    for (int64_t row = 0; row < job.rows; row++)
+        if (job.positions[row] >= 0) cost += 2 * (job.positions[row] + (int64_t)1);
+    write_entries(&job);
+    return done_by_all(frame, &job, sizeof(Job), attend_item, job.rows * job.parts, scratch_floats(&job),
+                       cost * job.heads * job.width / ITEM_COST_FOR_A_THREAD);
 }

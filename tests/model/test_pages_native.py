@@ -1,12 +1,6 @@
-"""The part in C beside the portable form: sizes, dtypes, threads, tables that are wrong, and no compiler."""
+"""The part in C beside the portable form: sizes, dtypes, threads, tables that are wrong."""
 
 from __future__ import annotations
-
-import logging
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +9,6 @@ import pytest
 
 from rstar2_jax.model import pages, pages_native
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 SIZES = {  # rows, heads, key heads, width of a head, entries of a page, entries of the longest sequence
     "the box": (64, 4, 2, 24, 32, 100),
     "one key head for each": (5, 3, 3, 64, 32, 90),
@@ -124,54 +117,3 @@ def test_shapes_that_do_not_go_together_are_an_error(change):
     args[change[0]] = np.zeros(change[1], args[change[0]].dtype)
     with pytest.raises(Exception, match="pages: (shapes of|an argument has)"):
         jax.block_until_ready(jax.jit(pages_native.step)(*args))
-
-
-def test_a_library_that_was_cut_short_is_made_again(tmp_path):
-    whole = pages_native.build(tmp_path)
-    content = whole.read_bytes()
-    whole.write_bytes(content[: len(content) // 2])
-    assert pages_native.build(tmp_path).read_bytes() == content
-
-
-def test_a_user_without_a_home_goes_on_without_the_part_in_c(monkeypatch, caplog):
-    def nobody():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(pathlib.Path, "home", nobody)
-    with caplog.at_level(logging.WARNING):
-        assert not pages_native._registered.__wrapped__()
-    assert "Could not determine home directory" in caplog.text
-
-
-def test_without_a_compiler_the_log_says_so_and_the_portable_form_is_used(monkeypatch, tmp_path, caplog):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with caplog.at_level(logging.WARNING):
-        assert not pages_native._registered.__wrapped__()
-    assert "no C compiler was found (Debian: apt-get install gcc libc6-dev)" in caplog.text
-    monkeypatch.setattr(pages_native, "available", lambda: False)
-    q, keys, values, new_keys, new_values, *rest = arguments(*SIZES["wide"])
-    found = pages.step(q, (new_keys, new_values), (keys, values), *rest)
-    np.testing.assert_array_equal(found[0], in_xla(q, keys, values, new_keys, new_values, *rest)[0])
-
-
-def test_a_compiler_that_fails_is_an_error_with_its_words(monkeypatch, tmp_path):
-    compiler = tmp_path / "cc"
-    compiler.write_text("#!/bin/sh\necho no such header >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(OSError, match="no such header"):
-        pages_native.build(tmp_path / "native")
-    assert list((tmp_path / "native").iterdir()) == []
-
-
-def test_processes_that_compile_at_once_all_get_it(tmp_path):
-    code = (
-        "import pathlib, sys; from rstar2_jax.model import pages_native as p; print(p.build(pathlib.Path(sys.argv[1])))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    said = {process.communicate(timeout=120)[0].strip() for process in running}
-    assert len(said) == 1 and [str(path) for path in tmp_path.iterdir()] == list(said)
