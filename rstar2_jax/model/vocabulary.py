@@ -4,8 +4,8 @@
 
 Positions that are not wanted (prompts, tool replies, padding) never reach the head: wanted ones are moved to the front
 and taken in chunks, as many as there are. The backward pass computes the logits of a chunk again (small ones may be
-kept: How.keep), forms softmax minus one-hot in place (no scatter), sums the gradient of W on each device over all
-chunks and rows, and reduces it once.
+kept, each chunk's in an array of its own: How.keep), forms softmax minus one-hot in place (no scatter), sums the
+gradient of W on each device over all chunks and rows, and reduces it once.
 
 Deliberately not here: which tokens are wanted (learner/logprobs.py).
 """
@@ -23,6 +23,7 @@ from rstar2_jax.model import ops, sharding
 
 CHUNK_TOKENS = 512  # of a whole vocabulary; a share of it takes as many more
 KEPT_BYTES = 1 << 27  # on a device, of all positions: logits of more than that are never kept
+KEPT_CHUNKS = 4  # at most, since each is a piece of the program: chunks of a small vocabulary are larger
 
 
 class How(NamedTuple):
@@ -49,9 +50,17 @@ class How(NamedTuple):
         """Tokens of a chunk, so that its logits take the same room on a device however the vocabulary is split."""
         return CHUNK_TOKENS * (1 if self.layout is None or self.layout.single else self.layout.shards("vocab"))
 
-    def kept(self, tokens: int, ids: int) -> bool:
-        """Whether a device with so many tokens and ids of the vocabulary keeps their logits."""
-        return self.keep and 4 * tokens * ids <= KEPT_BYTES
+    def cut(self, tokens: int, ids: int) -> tuple[int, int]:
+        """(tokens of a chunk, chunks that are kept) on a device with so many tokens and ids of the vocabulary."""
+        chunk = min(self.chunk_tokens, tokens)
+        larger = chunk * -(-tokens // (chunk * KEPT_CHUNKS))
+        count = -(-tokens // larger)
+        return (larger, count) if self.keep and 4 * larger * count * ids <= KEPT_BYTES else (chunk, 0)
+
+    def parts(self, table: Any, wanted: Any) -> int:
+        """Kept chunks of a device, of whole arrays."""
+        rows, vocab = (1 if self.layout is None else self.layout.shards(name) for name in ("rows", "vocab"))
+        return self.cut(wanted.size // rows, _ids(self, table) // vocab)[1]
 
 
 _ROWS, _STATES, _LOGITS = ("rows", None), ("rows", None, None), ("rows", "vocab")
@@ -78,21 +87,22 @@ def token_statistics(
 
 
 def _fwd(hidden: Any, table: Any, targets: Any, wanted: Any, how: How) -> Any:
-    local = functools.partial(_local_forward, how)
+    local, count = functools.partial(_local_forward, how), how.parts(table, wanted)
     if how.layout is not None:
         ins = [_STATES, how.table_axes, _ROWS, _ROWS]
-        local = how.layout.spread(local, ins, [_ROWS, _ROWS, _ROWS, _LOGITS])
-    logprobs, entropies, logs, kept = local(hidden, table.astype(hidden.dtype), targets, wanted)
-    return (logprobs, entropies), (hidden, table, kept, targets, wanted, entropies, logs)
+        local = how.layout.spread(local, ins, [_ROWS, _ROWS, _ROWS, *[_LOGITS] * count])
+    logprobs, entropies, logs, *kept = local(hidden, table.astype(hidden.dtype), targets, wanted)
+    return (logprobs, entropies), (hidden, table, targets, wanted, entropies, logs, kept)
 
 
 def _bwd(how: How, residuals: Any, gradients: Any) -> Any:
-    hidden, table, *rest = residuals
+    hidden, table, *rest, kept = residuals
     local = functools.partial(_local_backward, how)
     if how.layout is not None:
         outs = [("rows", "sequence", None), ("vocab", "embed") if how.tied else ("embed", "vocab")]
-        local = how.layout.spread(local, [_STATES, how.table_axes, _LOGITS, *[_ROWS] * 6], outs)
-    dhidden, dtable = local(hidden, table.astype(hidden.dtype), *rest, *gradients)
+        ins = [_STATES, how.table_axes, *[_ROWS] * 6, *[_LOGITS] * len(kept)]
+        local = how.layout.spread(local, ins, outs)
+    dhidden, dtable = local(hidden, table.astype(hidden.dtype), *rest, *gradients, *kept)
     return dhidden, dtable.astype(table.dtype), None, None
 
 
@@ -114,16 +124,13 @@ def _chunks(wanted: jax.Array, chunk: int) -> _Chunks:
 
 
 def _local_forward(how: How, hidden: Any, table: Any, targets: Any, wanted: Any) -> Any:
-    shape, chunk = wanted.shape, min(how.chunk_tokens, wanted.size)
-    plan, vocab = _chunks(wanted.reshape(-1), chunk), table.shape[0 if how.tied else 1]
+    """(log-probabilities, entropies, logarithms of the softmax's denominators, kept logits of each chunk ...)."""
+    shape, (chunk, parts) = wanted.shape, how.cut(wanted.size, _ids(how, table))
+    plan = _chunks(wanted.reshape(-1), chunk)
     states, ids = hidden.reshape(-1, hidden.shape[-1])[plan.order], _local_ids(how, table, targets)[plan.order]
-    keeping = how.kept(len(plan.order), vocab)
 
-    def body(index, found):
-        at = index * chunk
-        *found, kept = found
+    def measured(at):
         logits = _logits(how, _rows(states, at, chunk), table)
-        kept = jax.lax.dynamic_update_slice_in_dim(kept, logits, at, 0) if keeping else kept
         top = _across(how, jax.lax.pmax, logits.max(axis=-1))
         logs = top + jnp.log(_across(how, jax.lax.psum, jnp.exp(logits - top[:, None]).sum(axis=-1)))
         gap = logits - logs[:, None]
@@ -131,31 +138,45 @@ def _local_forward(how: How, hidden: Any, table: Any, targets: Any, wanted: Any)
         picked, negative = _across(how, jax.lax.psum, (picked, (jnp.exp(gap) * gap).sum(axis=-1)))
         wanted_here = at + jnp.arange(chunk) < plan.count
         values = (jnp.where(wanted_here, value, 0) for value in (picked, -negative, logs))
-        more = (jax.lax.dynamic_update_slice_in_dim(f, v, at, 0) for f, v in zip(found, values, strict=True))
-        return *more, kept
+        return *values, logits
 
-    zeros = jnp.zeros(len(plan.order), jnp.float32)
-    empty = jnp.zeros((len(plan.order) if keeping else 0, vocab), jnp.float32)
-    *found, kept = jax.lax.fori_loop(0, -(-plan.count // chunk), body, (zeros, zeros, zeros, empty))
-    return *(value[plan.back].reshape(shape) for value in found), kept
+    if parts:  # what a loop fills must be cleared first: the parts are not one array
+        nothing = *[jnp.zeros(chunk, jnp.float32)] * 3, jnp.zeros((chunk, _ids(how, table)), jnp.float32)
+        every = [
+            jax.lax.cond(at < plan.count, functools.partial(measured, at), lambda: nothing)
+            for at in range(0, len(plan.order), chunk)
+        ]
+        *values, kept = zip(*every, strict=True)
+        found = [jnp.concatenate(value) for value in values]
+    else:
+
+        def body(index, found):
+            *values, _ = measured(index * chunk)
+            return tuple(
+                jax.lax.dynamic_update_slice_in_dim(f, v, index * chunk, 0) for f, v in zip(found, values, strict=True)
+            )
+
+        zeros, kept = jnp.zeros(len(plan.order), jnp.float32), ()
+        found = jax.lax.fori_loop(0, -(-plan.count // chunk), body, (zeros, zeros, zeros))
+    return *(value[plan.back].reshape(shape) for value in found), *kept
 
 
-def _local_backward(how: How, hidden: Any, table: Any, kept: Any, targets: Any, wanted: Any, *others: Any) -> Any:
-    """Gradients of states and table; `others`: entropies, logs, gradients of log-probabilities and of entropies."""
-    width, chunk = hidden.shape[-1], min(how.chunk_tokens, wanted.size)
+def _local_backward(how: How, hidden: Any, table: Any, targets: Any, wanted: Any, *others: Any) -> Any:
+    """Gradients of states and table; `others`: entropies, logs, gradients of log-probabilities and of entropies, and
+    the logits of each chunk where they were kept."""
+    (chunk, _), width = how.cut(wanted.size, _ids(how, table)), hidden.shape[-1]
     plan = _chunks(wanted.reshape(-1), chunk)
     known = jnp.arange(len(plan.order)) < plan.count
     # What fills up the last chunk has no gradient; it must not be infinite either.
     states = jnp.where(known[:, None], hidden.reshape(-1, width)[plan.order], 0)
-    ids = _local_ids(how, table, targets)[plan.order]
-    given = [jnp.where(known, x.reshape(-1)[plan.order], 0).astype(jnp.float32) for x in others]
+    ids, kept = _local_ids(how, table, targets)[plan.order], others[4:]
+    given = [jnp.where(known, x.reshape(-1)[plan.order], 0).astype(jnp.float32) for x in others[:4]]
 
-    def body(index, carry):
+    def added(at, logits, carry):
         dstates, dtable = carry
-        at = index * chunk
         rows = _rows(states, at, chunk)
         entropy, log, dlogprob, dentropy = (_rows(x, at, chunk)[:, None] for x in given)
-        gap = (_rows(kept, at, chunk) if len(kept) else _logits(how, rows, table)) - log
+        gap = (_logits(how, rows, table) if logits is None else logits) - log
         pull = jnp.exp(gap) * (dlogprob + dentropy * (gap + entropy))
         dlogits = jnp.where(_one_hot(_rows(ids, at, chunk), gap), dlogprob, 0) - pull
         dlogits = (dlogits if how.temperature == 1 else dlogits / how.temperature).astype(hidden.dtype)
@@ -164,9 +185,13 @@ def _local_backward(how: How, hidden: Any, table: Any, kept: Any, targets: Any, 
         dstates = jax.lax.dynamic_update_slice_in_dim(dstates, back.astype(dstates.dtype), at, 0)
         return dstates, dtable + ops.weight_gradient(rows, dlogits)
 
-    vocab = table.shape[0 if how.tied else 1]
-    start = (jnp.zeros(states.shape, _partial_dtype(how, hidden)), jnp.zeros((width, vocab), jnp.float32))
-    dstates, dtable = jax.lax.fori_loop(0, -(-plan.count // chunk), body, start)
+    found = jnp.zeros(states.shape, _partial_dtype(how, hidden)), jnp.zeros((width, _ids(how, table)), jnp.float32)
+    if kept:
+        for at, logits in zip(range(0, len(plan.order), chunk), kept, strict=True):
+            found = jax.lax.cond(at < plan.count, functools.partial(added, at, logits), lambda carry: carry, found)
+    else:
+        found = jax.lax.fori_loop(0, -(-plan.count // chunk), lambda i, carry: added(i * chunk, None, carry), found)
+    dstates, dtable = found
     return _reduced(how, dstates[plan.back].reshape(hidden.shape), dtable, hidden.dtype)
 
 
@@ -190,11 +215,16 @@ def _logits(how: How, rows: Any, table: Any) -> jax.Array:
     return logits if how.temperature == 1 else logits / how.temperature
 
 
+def _ids(how: How, table: Any) -> int:
+    """Ids that the table holds."""
+    return table.shape[0 if how.tied else 1]
+
+
 def _local_ids(how: How, table: Any, targets: Any) -> jax.Array:
     """Targets counted from the first id of this device's share; those of other shares match none of its columns."""
     if not how.vocab_axes:
         return targets.reshape(-1)
-    return targets.reshape(-1) - jax.lax.axis_index(how.vocab_axes) * table.shape[0 if how.tied else 1]
+    return targets.reshape(-1) - jax.lax.axis_index(how.vocab_axes) * _ids(how, table)
 
 
 def _picked(logits: Any, ids: Any, logs: Any) -> jax.Array:

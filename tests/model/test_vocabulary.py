@@ -142,7 +142,20 @@ def test_small_logits_are_kept_in_place_of_a_product_and_large_ones_never(monkey
         return vocabulary.token_statistics(hidden, table, targets, wanted, how)[0].sum()
 
     text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, table))
-    assert text.count("dot_general[") == products
-    assert (f"f32[{ROWS * TOKENS},{VOCAB}]" in text) == (products == 3)
+    parts = vocabulary.KEPT_CHUNKS if products == 3 else 1
+    assert text.count("dot_general[") == products * parts
+    # Four chunks of 24 tokens where they are kept, each in an array of its own, and chunks of 8 where they are not.
+    assert (f"f32[{ROWS * TOKENS // vocabulary.KEPT_CHUNKS},{VOCAB}]" in text) == (products == 3)
+    assert f"f32[{ROWS * TOKENS},{VOCAB}]" not in text
     scored = str(jax.make_jaxpr(loss)(hidden, table))
-    assert f"f32[{ROWS * TOKENS},{VOCAB}]" not in scored  # without a gradient there is nothing to keep them for
+    assert scored.count("dot_general[") == 1 and " cond[" not in scored  # nothing is kept without a gradient
+
+
+def test_chunks_that_nothing_is_wanted_of_are_passed_over_where_logits_are_kept(monkeypatch):
+    monkeypatch.setattr(vocabulary, "CHUNK_TOKENS", 8)
+    hidden, table, targets, wanted = made(True)
+    wanted = wanted.at[:].set(False).at[0, :5].set(True)  # one chunk of four
+    how, arrays = vocabulary.How(0.7, True, keep=True), (hidden, table, targets, wanted)
+    *_, kept = vocabulary._fwd(*arrays, how)[1]
+    assert len(kept) == vocabulary.KEPT_CHUNKS and np.any(kept[0]) and not any(np.any(part) for part in kept[1:])
+    close(value_and_gradients(vocabulary.token_statistics, how, arrays), value_and_gradients(plain, how, arrays), 3e-6)
