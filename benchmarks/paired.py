@@ -7,6 +7,7 @@ Standard library only, since the contestants live in environments of their own.
 
 from __future__ import annotations
 
+import ctypes.util
 import dataclasses
 import json
 import os
@@ -19,13 +20,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 ONE_CORE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-# Freed memory is kept, for every contestant: tens of megabytes a step would be mapped and cleared again otherwise. The
-# arenas of threads, such as XLA's, give large blocks back all the same: what is taken anew comes in huge pages.
-KEEP_MEMORY = {
+# How every contestant of a benchmark gets its memory: as all of them are fastest. What is freed is kept, since hundreds
+# of megabytes a step would be mapped and cleared again otherwise.
+HUGE_PAGES = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
+
+
+def keeping_all() -> dict[str, str]:
+    """The same where large blocks come and go: tcmalloc (Debian: libtcmalloc-minimal4), HUGE_PAGES if it is not there.
+
+    glibc gives back large blocks of the arenas of threads, such as XLA's, and while others have their turn a virtual
+    machine's host takes free memory away, which costs whoever gives most back.
+    """
+    library = ctypes.util.find_library("tcmalloc_minimal")
+    return {"LD_PRELOAD": library, "TCMALLOC_RELEASE_RATE": "0"} if library else HUGE_PAGES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +79,11 @@ def serve(prepare: Callable[[dict[str, Any]], tuple[Callable[[], float], dict[st
 
 
 def measure(
-    contestants: Mapping[str, Sequence[str]], task: dict[str, Any], rounds: int, report: Callable[[str], None]
+    contestants: Mapping[str, Sequence[str]],
+    task: dict[str, Any],
+    rounds: int,
+    report: Callable[[str], None],
+    memory: Mapping[str, str],
 ) -> list[Result]:
     """Let the contestants take turns; results in their order.
 
@@ -77,9 +92,10 @@ def measure(
         task: handed to each as JSON.
         rounds: turns of each; the order of the turns is rotated.
         report: receives one line for each turn.
+        memory: HUGE_PAGES or keeping_all(), for all of them.
     """
-    core = min(os.sched_getaffinity(0))
-    running = {name: _start(command, task, core) for name, command in contestants.items()}
+    core, given = min(os.sched_getaffinity(0)), {**os.environ, **ONE_CORE, **memory}
+    running = {name: _start(command, task, core, given) for name, command in contestants.items()}
     try:
         ready = {name: _read(name, process) for name, process in running.items()}
         rates: dict[str, list[float]] = {name: [] for name in running}
@@ -105,14 +121,16 @@ def measure(
     ]
 
 
-def _start(command: Sequence[str], task: dict[str, Any], core: int) -> subprocess.Popen[str]:
+def _start(
+    command: Sequence[str], task: dict[str, Any], core: int, environment: Mapping[str, str]
+) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         list(command),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL if task.get("quiet", True) else None,
         text=True,
-        env={**os.environ, **ONE_CORE, **KEEP_MEMORY},
+        env=environment,
         preexec_fn=lambda: os.sched_setaffinity(0, {core}),
     )
     assert process.stdin is not None

@@ -19,6 +19,7 @@ make_environment() {
     touch "$folder/.complete"
 }
 
+[[ $(/sbin/ldconfig -p) == *libtcmalloc_minimal* ]] || echo "peers: install libtcmalloc-minimal4, or train_step.py measures page faults as well" >&2
 make_environment tunix google-tunix==0.1.7
 make_environment torch torch==2.13.0 transformers==5.24.0 numpy
 echo "$peers"

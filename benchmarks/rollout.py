@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import pathlib
 import sys
@@ -168,7 +169,8 @@ def main() -> None:
         task = {"load": load, "prompts": asked.prompts, "rows": asked.rows, "kv_tokens": asked.kv_tokens}
         rounds = asked.rounds or (1 if load == "episodes" else 5)
         task["quiet"] = not asked.only
-        results = paired.measure(running, task, rounds, lambda line: print(line, file=sys.stderr, flush=True))
+        report = functools.partial(print, file=sys.stderr, flush=True)
+        results = paired.measure(running, task, rounds, report, paired.HUGE_PAGES)
         found[load] = {
             r.name: {"median": r.median, "rates": r.rates, "peak_bytes": r.peak_bytes} | r.told for r in results
         }

@@ -8,8 +8,9 @@ The decisions of `pool` are rstar2_jax.rollout.balance itself. An engine decodes
 step takes `base_s + per_kv_token_s * tokens held` seconds, prefill so many tokens a second, and rows that outgrow the
 memory are evicted (latest first), wait, and are prefilled again: those tokens are counted as recomputed.
 
-Several steps follow one another, as in training: the pool knows nothing of lengths in the first, and what the steps
-before have shown in each later one; the oracle and the others start every step alike.
+Several steps follow one another, as in training: in the first the pool knows of lengths what an exam has shown, with
+which every run begins as it is shipped (`--exam` problems, four answers to each; 0 is none), in each later one what the
+steps before have shown; the oracle and the others start every step alike.
 
     static       every prompt's samples go to engine i mod n at the start, whatever they turn out to need
     round_robin  every turn goes to the next engine, which prefills the whole context again
@@ -117,6 +118,7 @@ POOLS: dict[str, dict[str, Any]] = {
     "pool_longest_first": {"quantile": 0.95, "move_share": 0.01, "longest_first": True},
 }
 KINDS = ("static", "round_robin", *POOLS, "oracle")
+EXAM_SAMPLES = 4  # HELD_OUT_SAMPLES of gin/base.gin
 
 
 def scheduler(kind: str, engines: int, machine: Machine, budget: int) -> balance.Balancer | None:
@@ -256,8 +258,9 @@ def compare(args: argparse.Namespace) -> dict[str, object]:
     runs: dict[str, list[list[dict[str, float]]]] = collections.defaultdict(list)
     for seed in range(args.seeds):
         work = [traces(args.prompts, args.samples, 1000 * seed + step, args.budget) for step in range(args.steps)]
+        exam = traces(args.exam, EXAM_SAMPLES, 1000 * seed + 999, args.budget)
         for kind in KINDS:
-            runs[kind].append(steps_of(work, args.engines, machine, kind, args.budget))
+            runs[kind].append(steps_of(work, exam, args.engines, machine, kind, args.budget))
     found: dict[str, object] = {
         kind: [{name: statistics.median(run[step][name] for run in each) for name in each[0][step]}
                for step in range(args.steps)]
@@ -273,14 +276,14 @@ def compare(args: argparse.Namespace) -> dict[str, object]:
 
 
 def steps_of(
-    work: Sequence[Sequence[Trace]], engines: int, machine: Machine, kind: str, budget: int
+    work: Sequence[Sequence[Trace]], exam: Sequence[Trace], engines: int, machine: Machine, kind: str, budget: int
 ) -> list[dict[str, float]]:
-    """What came of each of some steps, one after the other, under one scheduler."""
+    """What came of each of some steps, one after the other, under one scheduler, which was asked the exam before."""
     balancer, found = scheduler(kind, engines, machine, budget), []
-    for step in work:
+    for step in [exam, *work]:
         fresh = [Engine(machine) for _ in range(engines)]
-        found.append(Simulation(step, fresh, kind, budget, balancer).run())
-    return found
+        found.append(Simulation(step, fresh, kind, budget, balancer).run() if step else {})
+    return found[1:]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -292,6 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--budget", type=int, default=8192)
     parser.add_argument("--kv_tokens", type=int, default=732_000)
+    parser.add_argument("--exam", type=int, default=30, help="problems asked before the first step")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="one after another: lists of numbers are by step")
     found = compare(parser.parse_args(argv))

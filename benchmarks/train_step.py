@@ -51,11 +51,13 @@ def main() -> None:
     running = contestants(asked.peers)
     if asked.only:
         running = {asked.only: running[asked.only]}
+    memory = paired.keeping_all()
+    print("memory of every contestant:", memory, file=sys.stderr)
     found = {}
     for load in ["full", "ragged"] if asked.load == "both" else [asked.load]:
         task = {"load": load, "steps": asked.steps, "remat": asked.remat, "quiet": not asked.only}
         task["microbatch_rows"] = asked.microbatch_rows
-        results = paired.measure(running, task, asked.rounds, lambda line: print(line, file=sys.stderr))
+        results = paired.measure(running, task, asked.rounds, lambda line: print(line, file=sys.stderr), memory)
         found[load] = {
             r.name: {"median": r.median, "rates": r.rates, "peak_bytes": r.peak_bytes, "idle_bytes": r.idle_bytes}
             | r.told

@@ -281,6 +281,17 @@ def test_bfloat16_computes_near_float32_and_gives_float32_logits():
     assert np.abs(logits - reference).max() < 0.05 * np.abs(reference).max()
 
 
+@pytest.mark.parametrize("sizes", [(300, 24, 8), (300, 8, 24), (300, 16, 16), (1, 5, 3)])
+def test_a_weight_gradient_is_the_product_whichever_of_its_operands_is_the_wider(sizes):
+    n, i, o = sizes
+    rng = np.random.default_rng(0)
+    x, dy = rng.normal(size=(n, i)).astype(np.float32), rng.normal(size=(n, o)).astype(np.float32)
+    found = jax.jit(ops.weight_gradient)(x, dy)
+    np.testing.assert_allclose(found, np.float64(x).T @ np.float64(dy), atol=1e-5 * n**0.5)
+    text = jax.jit(ops.weight_gradient).lower(x, dy).as_text()
+    assert ("optimization_barrier" in text) == (i > o)  # else XLA would make one product of both forms
+
+
 def test_a_weight_gradient_of_bfloat16_activations_is_accumulated_in_float32():
     x = jnp.asarray(np.random.default_rng(0).integers(-4, 5, (4096, 3)), jnp.bfloat16)
     gradient = jax.jit(jax.grad(lambda w: ops.linear(x, w).astype(jnp.float32).sum()))(jnp.ones((3, 2)))
