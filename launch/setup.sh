@@ -39,9 +39,9 @@ choose_python() {
 
 command -v redis-server >/dev/null || apt_install redis-server
 command -v redis-server >/dev/null || fail "redis-server is not on PATH"
-# Two parts in C, each with a slower form in Python: a process for each tool call, and attention over pages on CPUs.
+# Parts in C, each with a slower form in Python: a process for each tool call, and attention on CPUs.
 command -v cc >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null || (apt_install gcc libc6-dev) ||
-    echo "setup: without a C compiler sampling and tool calls are slower"
+    echo "setup: without a C compiler sampling, training on CPUs and tool calls are slower"
 
 # An environment that works is kept: the interpreter on PATH may have changed since.
 if [ -z "${PYTHON:-}" ] && [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -c '' 2>/dev/null; then

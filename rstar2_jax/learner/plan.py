@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 from rstar2_jax import settings
 from rstar2_jax.learner import hlo, hlo_groups, objective, state, update
-from rstar2_jax.model import sharding
+from rstar2_jax.model import native, sharding
 
 CHILD_LIMIT_S = 1800.0
 # What is compiled here never runs: machine code of the cheapest kind has the same buffers and the same traffic, in two
@@ -112,7 +112,8 @@ def measure(model: settings.Model, learner: settings.Learner) -> Plan:
     learner = dataclasses.replace(learner, attention="portable")
     trainer = update.Learner(model, learner, objective.grpo(learner.loss), total_steps=1)
     shapes = trainer.shapes()
-    micro = trainer.lower_micro_step().compile()
+    with native.unused():  # the devices that are planned for are no CPUs
+        micro = trainer.lower_micro_step().compile()
     step, fetched = trainer.lower_optimizer_step()
     moments, away = state.bytes_on_device(shapes.state.opt_state), learner.offload == "moments"
     inputs = _inputs(model, learner, trainer.layout) if learner.remat == "offload" else 0

@@ -6,6 +6,8 @@ has a part in C has a portable form as well, and the log says once that it is us
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import ctypes
 import functools
 import hashlib
@@ -16,6 +18,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 
 import jax
 
@@ -23,6 +26,7 @@ _LOG = logging.getLogger(__name__)
 _FOLDER = pathlib.Path(__file__).parent
 _WIDE = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
 _FLAGS = ["-O3", "-march=native", *_WIDE, "-ffp-contract=fast", "-shared", "-fPIC"]
+_UNUSED = contextvars.ContextVar("_UNUSED", default=False)
 
 
 def available(source: str, names: tuple[str, ...], loss: str) -> bool:
@@ -33,7 +37,17 @@ def available(source: str, names: tuple[str, ...], loss: str) -> bool:
         names: its functions that XLA may call.
         loss: what the log says once where the part is not there.
     """
-    return jax.default_backend() == "cpu" and registered(source, names, loss)
+    return jax.default_backend() == "cpu" and not _UNUSED.get() and registered(source, names, loss)
+
+
+@contextlib.contextmanager
+def unused() -> Iterator[None]:
+    """Programs that are traced inside have the portable forms alone, as on another machine."""
+    before = _UNUSED.set(True)
+    try:
+        yield
+    finally:
+        _UNUSED.reset(before)
 
 
 @functools.cache

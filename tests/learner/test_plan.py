@@ -64,6 +64,16 @@ def test_the_child_plans_what_this_process_does(tiny):
     assert here.micro_step == pytest.approx(tiny.micro_step, rel=0.05)
 
 
+def test_what_only_this_machine_has_is_no_part_of_a_plan():
+    one = learner(mesh=(1, 1, 1), remat="none", microbatch_rows=2)
+    trainer = update.Learner(TINY, one, objective.grpo(one.loss), total_steps=1)
+    here = trainer.lower_micro_step().compile()
+    assert "rstar2_attention_forward" in here.as_text()  # as it would run on this CPU
+    weights = TINY.layers * 2 * TINY.heads * (128 * 128 + 128 * 256) * 4  # of blocks of queries; only "portable" keeps
+    planned = plan.measure(TINY, one).micro_step
+    assert planned > here.memory_analysis().temp_size_in_bytes + weights / 2
+
+
 def test_the_table_of_a_mesh_says_what_its_devices_exchange(tiny):
     kinds = {one.kind for one in tiny.traffic}
     assert "all-gather" in kinds and kinds & {"all-reduce", "reduce-scatter"}
