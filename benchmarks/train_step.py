@@ -9,6 +9,8 @@ gradient clipped. They take turns, each in its own process and environment (benc
     --peers FOLDER   where the environments are (default .venv-peers)
     --load NAME      full, ragged or both (default both)
     --rounds N       turns of each contestant (default 7)
+    --steps N        steps of a turn (default 3)
+    --remat POLICY   what ours keeps of its layers (default none, which is everything)
     --json           print one JSON object instead of a table
     --microbatch_rows N  how many of its 16 rows ours takes at once (default 8; the others take 16 sequences)
     --only NAME      one contestant alone, with its errors shown (ours, tunix, torch)

@@ -18,6 +18,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 
 import jax
@@ -26,6 +27,7 @@ _LOG = logging.getLogger(__name__)
 _FOLDER = pathlib.Path(__file__).parent
 _WIDE = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
 _FLAGS = ["-O3", "-march=native", *_WIDE, "-ffp-contract=fast", "-shared", "-fPIC"]
+_LOCK = threading.Lock()
 _UNUSED = contextvars.ContextVar("_UNUSED", default=False)
 
 
@@ -37,7 +39,10 @@ def available(source: str, names: tuple[str, ...], loss: str) -> bool:
         names: its functions that XLA may call.
         loss: what the log says once where the part is not there.
     """
-    return jax.default_backend() == "cpu" and not _UNUSED.get() and registered(source, names, loss)
+    if jax.default_backend() != "cpu" or _UNUSED.get():
+        return False
+    with _LOCK:  # a cache lets two threads in that are first at the same time
+        return registered(source, names, loss)
 
 
 @contextlib.contextmanager

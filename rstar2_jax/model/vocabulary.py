@@ -116,6 +116,11 @@ class _Chunks(NamedTuple):
     back: jax.Array
     count: jax.Array
 
+    @property
+    def known(self) -> jax.Array:
+        """bool[n]: wanted ones."""
+        return jnp.arange(len(self.order)) < self.count
+
 
 def _chunks(wanted: jax.Array, chunk: int) -> _Chunks:
     order = jnp.argsort(~wanted, stable=True)
@@ -123,11 +128,16 @@ def _chunks(wanted: jax.Array, chunk: int) -> _Chunks:
     return _Chunks(order=padded, back=jnp.argsort(order), count=wanted.sum())
 
 
+def _states(plan: _Chunks, hidden: Any) -> jax.Array:
+    """In the plan's order. What fills up the last chunk has no gradient; its logits must not be infinite either."""
+    return jnp.where(plan.known[:, None], hidden.reshape(-1, hidden.shape[-1])[plan.order], 0)
+
+
 def _local_forward(how: How, hidden: Any, table: Any, targets: Any, wanted: Any) -> Any:
     """(log-probabilities, entropies, logarithms of the softmax's denominators, kept logits of each chunk ...)."""
     shape, (chunk, parts) = wanted.shape, how.cut(wanted.size, _ids(how, table))
     plan = _chunks(wanted.reshape(-1), chunk)
-    states, ids = hidden.reshape(-1, hidden.shape[-1])[plan.order], _local_ids(how, table, targets)[plan.order]
+    states, ids = _states(plan, hidden), _local_ids(how, table, targets)[plan.order]
 
     def measured(at):
         logits = _logits(how, _rows(states, at, chunk), table)
@@ -166,9 +176,7 @@ def _local_backward(how: How, hidden: Any, table: Any, targets: Any, wanted: Any
     the logits of each chunk where they were kept."""
     (chunk, _), width = how.cut(wanted.size, _ids(how, table)), hidden.shape[-1]
     plan = _chunks(wanted.reshape(-1), chunk)
-    known = jnp.arange(len(plan.order)) < plan.count
-    # What fills up the last chunk has no gradient; it must not be infinite either.
-    states = jnp.where(known[:, None], hidden.reshape(-1, width)[plan.order], 0)
+    known, states = plan.known, _states(plan, hidden)
     ids, kept = _local_ids(how, table, targets)[plan.order], others[4:]
     given = [jnp.where(known, x.reshape(-1)[plan.order], 0).astype(jnp.float32) for x in others[:4]]
 

@@ -67,11 +67,18 @@ def test_nothing_wanted_gives_zeros_and_no_gradient():
     assert not any(np.any(x) for x in (*found, *gradients))
 
 
-def test_what_is_not_wanted_may_be_nan():
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("chunk", [16, 512])
+@pytest.mark.parametrize("other", [np.nan, np.inf, 1e4])  # the last gives logits whose exponential is infinite
+def test_what_is_not_wanted_may_be_anything(monkeypatch, keep, chunk, other):
+    monkeypatch.setattr(vocabulary, "CHUNK_TOKENS", chunk)
     hidden, table, targets, wanted = made(False)
-    arrays = jnp.where(wanted[..., None], hidden, jnp.nan), table, targets, wanted
-    found, gradients = value_and_gradients(vocabulary.token_statistics, vocabulary.How(1.0, False), arrays)
-    assert all(np.isfinite(x).all() for x in (*found, *gradients))
+    arrays = jnp.where(wanted[..., None], hidden, other), table, targets, wanted
+    how = vocabulary.How(1.0, False, keep=keep)
+    found, gradients = value_and_gradients(vocabulary.token_statistics, how, arrays)
+    zeros = jnp.where(wanted[..., None], hidden, 0), table, targets, wanted
+    expected = value_and_gradients(vocabulary.token_statistics, how, zeros)
+    jax.tree.map(np.testing.assert_array_equal, (found, gradients), expected)
 
 
 LAYOUTS = [
