@@ -9,8 +9,8 @@ step takes `base_s + per_kv_token_s * tokens held` seconds, prefill so many toke
 memory are evicted (latest first), wait, and are prefilled again: those tokens are counted as recomputed.
 
 Several steps follow one another, as in training: in the first the pool knows of lengths what an exam has shown, with
-which every run begins as it is shipped (`--exam` problems, four answers to each; 0 is none), in each later one what the
-steps before have shown; the oracle and the others start every step alike.
+which a run begins as gin/base.gin has it (`--exam` problems, four answers to each; 0 is none), in each later one what
+the steps before have shown; the oracle and the others start every step alike.
 
     static       every prompt's samples go to engine i mod n at the start, whatever they turn out to need
     round_robin  every turn goes to the next engine, which prefills the whole context again
